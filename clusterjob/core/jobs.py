@@ -9,6 +9,7 @@ import contextlib
 import os
 import shutil
 import sys
+import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -32,7 +33,7 @@ from clusterjob.core import (
 from clusterjob.core.capabilities import check as check_capabilities
 from clusterjob.core.job_settings import make_spec
 from clusterjob.core.plans import Plan
-from clusterjob.core.records import Record, Records, home, secure_home
+from clusterjob.core.records import ProcessIdentity, Record, Records, home, secure_home
 from clusterjob.core.spec import JobSpec
 from clusterjob.doctor.engine import Check, CheckState
 from clusterjob.errors import (
@@ -44,10 +45,12 @@ from clusterjob.errors import (
 from clusterjob.node.logs import ends, events
 from clusterjob.node.logs.job_dir import ENDS, LOGS
 from clusterjob.node.program import Program
-from clusterjob.node.system import files, processes
+from clusterjob.node.system import files
 
 if TYPE_CHECKING:
     from clusterjob.remote.fetch import Fetched
+
+_SURELY_KILLED = 3600.0  # seconds without a change after which the writer must be dead
 
 
 def submit(plan: Plan, cluster: str, *, detach: bool, stdin: int | None = None) -> Record:
@@ -87,7 +90,7 @@ def submit(plan: Plan, cluster: str, *, detach: bool, stdin: int | None = None) 
         nodes=plan.spec.resources.nodes,
         submitted_at=events.now(),
         spec=plan.spec.to_json(),
-        submitter=processes.ProcessIdentity.of_this_process(),
+        submitter=ProcessIdentity.of_this_process(),
         array=plan.array,
         code=None if code is None else code.data,
     )
@@ -137,7 +140,7 @@ def _remove_leftovers(records: Records) -> None:
 
     A directory is removed only if it has no record and no process was started in it.
     """
-    files.remove_leftovers(records.directory)
+    _remove_temporary_files(records.directory)
     try:
         found = [Path(entry) for entry in os.scandir(home() / "jobs")]
     except OSError:
@@ -153,8 +156,25 @@ def _remove_leftovers(records: Records) -> None:
         # A queued job's directory looks unused too, and its record may be missing from `known`:
         # NFS lists new files late.
         with contextlib.suppress(OSError):
-            if files.is_old(job_dir) and not records.has(job_dir.name):
+            if _is_old(job_dir) and not records.has(job_dir.name):
                 shutil.rmtree(job_dir, ignore_errors=True)
+
+
+def _remove_temporary_files(directory: Path) -> None:
+    """Remove the files of `files.write_atomic` calls that were killed over an hour ago."""
+    for path in directory.glob(f".*{files.TEMPORARY}"):
+        with contextlib.suppress(OSError):
+            if _is_old(path):
+                path.unlink()
+
+
+def _is_old(path: Path) -> bool:
+    """Return whether a file has not changed for an hour, so that its writer must be dead.
+
+    Raises:
+        OSError: the file's status cannot be read.
+    """
+    return time.time() - path.stat().st_mtime > _SURELY_KILLED
 
 
 def plan(spec: JobSpec, settings: config.Settings, *, foreground: bool = False) -> Plan:

@@ -6,7 +6,10 @@ import bisect
 import contextlib
 import functools
 import os
+import socket
 import stat
+import sys
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from datetime import datetime, timezone
@@ -20,14 +23,68 @@ from clusterjob.core.state_home import home as home  # noqa: PLC0414 - re-export
 from clusterjob.core.state_home import unchecked_home
 from clusterjob.errors import OTHER_HOME, RecordError, SpecError
 from clusterjob.node.logs.job_dir import ELEMENTS
-from clusterjob.node.system import files, private_dirs
-from clusterjob.node.system.processes import ProcessIdentity
+from clusterjob.node.system import files, private_dirs, processes
 from clusterjob.node.verdict import Verdict
 
 FORMAT = 1  # of records and job directories; see `Record.format`
 _SUFFIX = ".json"
 _CORRECTED_WITHIN = 86400.0  # seconds for which the hosts of a provisional end are polled again
 SEPARATOR = "_"  # between an array's id and an element's index; never part of a generated id
+
+
+@dataclass(frozen=True)
+class ProcessIdentity:
+    """Identity of a process that stays unique after its pid is reused.
+
+    Attributes:
+        pid: its pid.
+        ticks: its start time: on Linux in clock ticks since boot, elsewhere in seconds since the
+            epoch.
+        boot_id: id of the machine's boot; empty if this is not Linux.
+        host: name of the machine.
+    """
+
+    pid: int
+    ticks: int
+    boot_id: str
+    host: str
+
+    @classmethod
+    def of_this_process(cls) -> ProcessIdentity:
+        """Return the identity of the calling process."""
+        return cls(os.getpid(), _start(os.getpid()) or 0, processes.boot_id(), socket.gethostname())
+
+    def alive(self) -> bool:
+        """Return whether the process runs.
+
+        It returns False for a process of another host or another boot, which cannot be checked from
+        this machine.
+        """
+        return (
+            self.host == socket.gethostname()
+            and self.boot_id == processes.boot_id()
+            and _start(self.pid) == self.ticks != 0
+        )
+
+
+def _start(pid: int) -> int | None:
+    """Return the start time of a process as in `ProcessIdentity`; None if it has ended."""
+    if sys.platform == "linux":
+        return processes.start_ticks(pid)
+    import subprocess  # slow to load, and Linux does not need it
+
+    try:
+        shown = subprocess.run(
+            ["ps", "-o", "stat=,lstart=", "-p", str(pid)],
+            capture_output=True,
+            env=os.environ | {"LC_ALL": "C"},
+            text=True,
+            check=False,
+        ).stdout
+        state, started = shown.split(maxsplit=1)
+        return None if state[0] in "ZX" else int(time.mktime(time.strptime(started.strip())))
+    except (OSError, ValueError):
+        return None
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,7 @@
 """Turn facts about a machine into findings: interpreter, torch, start method, GPUs, disk.
 
-An `answer` is the return value of `clusterjob.node.host_server.host_check.facts` for the checked
-machine.
+An `answer` is the return value of `clusterjob.node.host_server.host_check.interpreter` for the
+checked machine.
 """
 
 from __future__ import annotations

@@ -21,7 +21,6 @@ from clusterjob.doctor import fitness
 from clusterjob.doctor.engine import CheckFinding, CheckStep, failed, ok, warning
 from clusterjob.errors import OTHER_HOME
 from clusterjob.node.host_server import host_check
-from clusterjob.node.host_server.requests import Facts
 from clusterjob.node.system import files
 
 _TIMEOUT = 5.0  # maximum seconds to resolve a name
@@ -63,10 +62,16 @@ class Machine:
         with tempfile.TemporaryDirectory(prefix="clusterjob-doctor-") as folder:
             archive = Path(folder) / node_zip.NAME
             archive.write_bytes(node_zip.node_zip(node_zip.cache_directory()))
-            request = Facts(
-                spec.python, tuple(spec.setup), env=dict(spec.env), workdir=str(spec.workdir)
+            self._answer = host_check.interpreter(
+                str(archive),
+                Path("/"),
+                job="",
+                python=spec.python,
+                setup=spec.setup,
+                env=spec.env,
+                workdir=str(spec.workdir),
+                imports=True,
             )
-            self._answer = host_check.facts(request, node_zip=str(archive))
         yield fitness.interpreter(self._answer)
 
     def _gpus(self) -> Iterator[CheckFinding]:

@@ -106,13 +106,6 @@ def retries(text: str) -> tuple[str, ...]:
     return words
 
 
-def _retries(text: str) -> tuple[str, ...]:
-    try:
-        return retries(text)
-    except SpecError as error:
-        raise UsageError(f"--retry {error.message}", error.hint) from error
-
-
 def _signal_name(text: str) -> str:
     from clusterjob.node.system import processes  # large, and only --warn-signal needs it
 
@@ -122,24 +115,14 @@ def _signal_name(text: str) -> str:
         raise argparse.ArgumentTypeError(str(error)) from error
 
 
-def _option(
-    default: Any,
-    form: str | tuple[str, ...],
-    help_: str,
-    read: Callable[[str], Any] = str,
-    bare: str = "",
-) -> Any:
-    """Declare an option of the command line with its default.
+def _option(default: Any, help_: str, **keywords: Any) -> Any:
+    """Declare an option with its default, its help and other arguments of `add_argument`."""
+    return field(default=default, metadata={"help": help_, **keywords})
 
-    Args:
-        default: the value without the option; a switch inverts it.
-        form: the form of the value, or the possible values; empty for a switch.
-        help_: one line for `--help`.
-        read: converts the text of the value.
-        bare: the value of ``--option`` alone; a value is then written as ``--option=VALUE``.
-    """
-    metadata = {"form": form, "help": help_, "read": read, "bare": bare}
-    return field(default=default, metadata=metadata)
+
+def _switch(default: bool, help_: str) -> Any:  # noqa: FBT001 - as a default
+    """Declare an option that inverts its default."""
+    return _option(default, help_, action="store_false" if default else "store_true")
 
 
 @dataclass(frozen=True)
@@ -194,97 +177,116 @@ class LaunchOptions:
 
     program: Program
     nproc_per_node: int | str | None = _option(
-        None, "N", "Workers on this node: a number, or gpu, cpu or auto to count them.", _workers
+        None,
+        "Workers on this node: a number, or gpu, cpu or auto to count them.",
+        metavar="N",
+        type=_workers,
     )
-    cpus_per_task: int | None = _option(None, "N", "Cores per worker (OMP_NUM_THREADS).", _COUNT)
+    cpus_per_task: int | None = _option(
+        None, "Cores per worker (OMP_NUM_THREADS).", metavar="N", type=_COUNT
+    )
     max_restarts: int = _option(
         0,
-        "N",
         "Maximum number of restarts of the workers after a failure (default: 0).",
-        _at_least(0),
+        metavar="N",
+        type=_at_least(0),
     )
     retry: tuple[str, ...] = _option(
         (),
-        "KIND[:N]",
         "Restarts after one kind of failure, such as device:5 or code:0; repeatable.",
-        _retries,
+        metavar="KIND[:N]",
+        type=retries,
+        action="append",
     )
     start: str = _option(
         "auto",
-        START_MODES,
         "How workers start: fork after one import of torch, or exec each (default: auto).",
+        choices=START_MODES,
     )
-    launcher: str = _option("agent", LAUNCHERS, "Launcher of the workers (default: agent).")
+    launcher: str = _option("agent", "Launcher of the workers (default: agent).", choices=LAUNCHERS)
     time_limit: float | None = _option(
-        None, "SECONDS", "Seconds that the job may run (default: no limit).", seconds
+        None, "Seconds that the job may run (default: no limit).", metavar="SECONDS", type=seconds
     )
     join_timeout: float = _option(
-        300.0, "SECONDS", "Seconds to wait for the other nodes (default: 300).", seconds
+        300.0,
+        "Seconds to wait for the other nodes (default: 300).",
+        metavar="SECONDS",
+        type=seconds,
     )
     spares: int = _option(
-        0, "N", "Nodes that only take the place of lost ones (default: 0).", _at_least(0)
+        0,
+        "Nodes that only take the place of lost ones (default: 0).",
+        metavar="N",
+        type=_at_least(0),
     )
     min_nodes: int | None = _option(
-        None, "N", "Smallest number of nodes that may run (default: all but the spares).", _COUNT
+        None,
+        "Smallest number of nodes that may run (default: all but the spares).",
+        metavar="N",
+        type=_COUNT,
     )
     heartbeat: float = _option(
-        2.0, "SECONDS", "Seconds between two heartbeats (default: 2).", seconds
+        2.0, "Seconds between two heartbeats (default: 2).", metavar="SECONDS", type=seconds
     )
     lease: float = _option(
         10.0,
-        "SECONDS",
         "Seconds without a message after which a node is lost (default: 10).",
-        seconds,
+        metavar="SECONDS",
+        type=seconds,
     )
     preflight: str = _option(
         "off",
-        PREFLIGHT_MODES,
         "Measure all hosts before the workers start, and refuse a slow one; =warn only warns.",
-        bare="refuse",
+        choices=PREFLIGHT_MODES,
+        nargs="?",
+        const="refuse",
     )
     hang_timeout: float | None = _option(
         None,
-        "TIME",
         "Time without progress after which the job hangs, such as 10m (default: no detection).",
-        _duration,
+        metavar="TIME",
+        type=_duration,
     )
     grace: float | None = _option(
         None,
-        "SECONDS",
         "Seconds between SIGTERM and SIGKILL (default: 3; after a failure 30).",
-        seconds,
+        metavar="SECONDS",
+        type=seconds,
     )
-    lifeline: bool = _option(False, "", "Cancel the job when stdin ends.")
-    echo: bool = _option(True, "", "Write the workers' output only to their log files.")
+    lifeline: bool = _switch(False, "Cancel the job when stdin ends.")
+    echo: bool = _switch(True, "Write the workers' output only to their log files.")
     warning: float | None = _option(
         None,
-        "SECONDS",
         "Seconds between a preemption warning and the end of the job (default: no warning).",
-        seconds,
+        metavar="SECONDS",
+        type=seconds,
     )
     warn_signal: str = _option(
-        "", "NAME", "Signal for the workers at a preemption warning (default: none).", _signal_name
+        "",
+        "Signal for the workers at a preemption warning (default: none).",
+        metavar="NAME",
+        type=_signal_name,
     )
-    until_done: bool = _option(
-        False, "", "Exit with 75 after an attempt that another one may complete."
+    until_done: bool = _switch(
+        False, "Exit with 75 after an attempt that another one may complete."
     )
     checkpoint_dir: str = _option(
-        "", "DIR", "Directory whose newest file shows the progress of --until-done."
+        "", "Directory whose newest file shows the progress of --until-done.", metavar="DIR"
     )
     gpus: str | None = _option(
-        None, "N", "GPUs of the workers, one worker each: a number, or 0,1 or device=5."
+        None, "GPUs of the workers, one worker each: a number, or 0,1 or device=5.", metavar="N"
     )
     require_gpus: int | None = _option(
         None,
-        "N",
         "GPUs that the workers must see, else the job ends; 0 for any"
         " (default: those of the platform's variables, at most one per worker).",
-        _at_least(0),
+        metavar="N",
+        type=_at_least(0),
     )
-    require_token: bool = _option(False, "", "Refuse several nodes without CLUSTERJOB_TOKEN.")
-    metrics: bool = _option(True, "", "Take no samples of CPU, memory and GPUs.")
+    require_token: bool = _switch(False, "Refuse several nodes without CLUSTERJOB_TOKEN.")
+    metrics: bool = _switch(True, "Take no samples of CPU, memory and GPUs.")
     metrics_port: int = _option(
-        0, "PORT", "Port on 127.0.0.1 for Prometheus (default: none).", _at_least(0)
+        0, "Port on 127.0.0.1 for Prometheus (default: none).", metavar="PORT", type=_at_least(0)
     )
     placement: Mapping[str, str] = field(default_factory=dict)
 
@@ -319,10 +321,9 @@ class LaunchOptions:
             if name in ("program", "placement") or value == getattr(LaunchOptions, name):
                 continue
             flag = f"--{name.replace('_', '-')}"
-            if each.metadata["bare"]:
+            if "const" in each.metadata:  # the value is optional
                 words.append(f"{flag}={value}")
-                continue
-            if isinstance(value, bool):
+            elif isinstance(value, bool):
                 words.append(flag if value else f"--no-{flag[2:]}")
             elif isinstance(value, tuple):
                 words += [flag, ",".join(value)]
@@ -363,8 +364,8 @@ def parse(argv: Sequence[str]) -> LaunchOptions:
         placement = _STANDALONE
     elif placement.get(_NNODES) == "1":
         placement = {_NODE_RANK: "0"} | placement
-    lists = {name: tuple(value) for name, value in values.items() if isinstance(value, list)}
-    return LaunchOptions(program=program, placement=_with_port(placement), **(values | lists))
+    values["retry"] = tuple(word for words in values["retry"] or () for word in words)
+    return LaunchOptions(program=program, placement=_with_port(placement), **values)
 
 
 def _minimum(least: str, most: str) -> int | None:
@@ -453,22 +454,10 @@ def parser() -> argparse.ArgumentParser:
         allow_abbrev=False,
     )
     for each in fields(LaunchOptions):
-        if not each.metadata:
-            continue
-        form, flag = each.metadata["form"], f"--{each.name.replace('_', '-')}"
-        values: dict[str, Any] = {"default": each.default, "help": each.metadata["help"]}
-        if not form:
-            values["action"] = "store_false" if each.default else "store_true"
-            flag = f"--no-{flag[2:]}" if each.default else flag
-        elif isinstance(form, tuple):
-            values["choices"] = form
-            if each.metadata["bare"]:
-                values |= {"nargs": "?", "const": each.metadata["bare"]}
-        else:
-            values |= {"metavar": form, "type": each.metadata["read"]}
-            if isinstance(each.default, tuple):
-                values |= {"action": "extend", "default": []}
-        found.add_argument(flag, dest=each.name, **values)
+        if each.metadata:
+            flag = f"--{'no-' if each.default is True else ''}{each.name.replace('_', '-')}"
+            default = None if each.default == () else each.default
+            found.add_argument(flag, dest=each.name, default=default, **each.metadata)
     for variable, (flags, form, help_) in _PLACEMENT.items():
         found.add_argument(
             *flags, dest=variable, metavar=form, help=f"{help_} (default: the environment's)."

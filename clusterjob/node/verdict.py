@@ -19,7 +19,12 @@ TIMEOUT_EXIT_CODE = 124  # as timeout(1)
 PREEMPTED_EXIT_CODE = 75  # EX_TEMPFAIL of sysexits.h; for a preempted worker and its job
 
 
-class JobState(str, Enum):
+class _Word(str, Enum):
+    def __str__(self) -> str:
+        return str(self.value)
+
+
+class JobState(_Word):
     """The state of a job. A job without a recorded end is LOST or UNKNOWN, never SUCCEEDED."""
 
     PENDING = "PENDING"
@@ -36,9 +41,6 @@ class JobState(str, Enum):
         """Whether the state cannot change. A PREEMPTED job may be queued again."""
         return self in (JobState.SUCCEEDED, JobState.FAILED, JobState.CANCELLED, JobState.LOST)
 
-    def __str__(self) -> str:
-        return self.value
-
 
 STACK_TITLE = "Its stack (most recent call first):"  # the first of a failure's last lines
 _RANK_MARK = re.compile(r"^\[rank\d+\]: ?", re.ASCII)  # of torch, in each line of a traceback
@@ -49,7 +51,7 @@ _SHORT = 200  # characters of a short message, such as that of a later failure
 _MAX_REASONS = 5  # maximum lines about failures that are not effects
 
 
-class FailureKind(str, Enum):
+class FailureKind(_Word):
     """The kind of a failure."""
 
     CODE = "code"  # an exception of the script
@@ -69,9 +71,6 @@ class FailureKind(str, Enum):
     NODE_LOST = "node_lost"  # the agent of a node is gone or silent
     PROCESS_LOST = "process_lost"  # the forkserver of a node, or torch's store, was killed
     LAUNCH = "launch"  # a node cannot start or run its workers
-
-    def __str__(self) -> str:
-        return self.value
 
 
 _MAX_ROUNDS = 65_536  # that are read
@@ -258,7 +257,7 @@ class Verdict:
 
     def to_json(self) -> dict[str, Any]:
         """Return the verdict as plain data, with its schema number."""
-        return {"schema": SCHEMA, **codec.fields_of(self)}
+        return {"schema": SCHEMA, **codec.plain(self)}
 
     def later_failures(self) -> list[tuple[str, list[Failure]]]:
         """Return the failures after the root cause in groups, each with how it failed."""

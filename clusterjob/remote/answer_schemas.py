@@ -1,4 +1,4 @@
-"""Schema and size limit of a host's answer to each request.
+"""Schema and size limit of a host's answer to each call.
 
 A host is not trusted: an answer that is larger or of another form is refused. Unknown fields are
 ignored.
@@ -13,9 +13,8 @@ import msgspec
 from msgspec import UNSET, Meta, UnsetType
 
 from clusterjob.node.host_server import commands, jobs
-from clusterjob.node.host_server.requests import HostRequest
 
-MAX_LINE = 1 << 20  # bytes of an answer's JSON line, unless its request allows more
+MAX_LINE = 1 << 20  # bytes of an answer's JSON line, unless its schema allows more
 MAX_FILES = 10_000  # files of one node that an answer may name
 MAX_ERROR = 2000  # characters of an error message that are kept
 
@@ -70,7 +69,7 @@ _File = _object(
     {"path": _Path, "size": Annotated[int, Meta(ge=0, le=jobs.MAX_ANSWER)]},
     {"offset": _Integer, "stamp": Annotated[str, Meta(max_length=200)], "gone": bool},
 )
-_PolledJob = _object({"known": bool, "files": _list(_File, 100_000), "more": bool})
+_PolledJob = _object({"known": bool, "alive": bool, "files": _list(_File, 100_000), "more": bool})
 _CleanedJob = _object(
     {"size": _Integer, "stamp": Annotated[str, Meta(max_length=100)], "kept": _Text}
 )
@@ -94,9 +93,9 @@ _Command = _object(
     },
 )
 
-# The answer to each request, by the class name of the request.
-_ANSWERS = {
-    "Check": AnswerSchema(
+# The answer of each function of the host server.
+ANSWERS = {
+    "check": AnswerSchema(
         _object(
             {
                 "errors": _Texts,
@@ -112,61 +111,46 @@ _ANSWERS = {
             }
         )
     ),
-    "Fit": AnswerSchema(_object({"errors": _Texts})),
-    "Facts": AnswerSchema(
+    "interpreter": AnswerSchema(
         _object(
             {
                 "unfit": _Text,
                 "setup": bool,
                 "version": _Version | None,
                 "executable": _Text,
+                "torch": bool | None,
                 "facts": _TorchFacts | None,
                 "died": _Text,
             }
         )
     ),
-    "Install": AnswerSchema(_object({"missing": _Digests}), max_line=8 << 20),
-    "FindStored": AnswerSchema(_object({"stored": bool})),
-    "ReceiveFiles": AnswerSchema(_object({"wrong": _Digests}), max_line=8 << 20),
-    "Clean": AnswerSchema(
+    "install": AnswerSchema(_object({"missing": _Digests}), max_line=8 << 20),
+    "has_file": AnswerSchema(_object({"stored": bool})),
+    "receive": AnswerSchema(_object({"wrong": _Digests}), max_line=8 << 20),
+    "clean": AnswerSchema(
         _object({"jobs": _list(_CleanedJob, 1000), "code": _Integer}), max_line=8 << 20
     ),
-    "Reserve": AnswerSchema(_object({"devices": _Text | None, "short": _Text})),
-    "Up": AnswerSchema(_object({"up": bool}, {"why": _Text})),
-    "Cancel": AnswerSchema(_object({"running": bool})),
-    "PollNode": AnswerSchema(
-        _object(
-            {
-                "known": bool,
-                "alive": bool,
-                "files": _list(_File, MAX_FILES),
-                "more": bool,
-            },
-            {"clock": Annotated[float, Meta(ge=0, lt=1e12)]},
-        ),
-        jobs.MAX_ANSWER,
-        max_line=4 << 20,
-    ),
-    "PollJobs": AnswerSchema(
-        _object({"jobs": _list(_PolledJob, 1000)}),
+    "reserve": AnswerSchema(_object({"devices": _Text | None, "short": _Text})),
+    "up": AnswerSchema(_object({"up": bool, "why": _Text})),
+    "poll": AnswerSchema(
+        _object({"jobs": _list(_PolledJob, 1000), "clock": Annotated[float, Meta(ge=0, lt=1e12)]}),
         jobs.MAX_ANSWER,
         max_line=16 << 20,
     ),
-    # The request sets the limit of the bytes that follow.
-    "Tree": AnswerSchema(_object({"absent": _list(_Path, 10_000)})),
-    "Digests": AnswerSchema(_object({"digests": _list(_DigestOrEmpty, jobs.MAX_DIGESTS)})),
-    "Get": AnswerSchema(
+    # The caller sets the limit of the bytes that follow.
+    "tree": AnswerSchema(_object({"absent": _list(_Path, 10_000)})),
+    "get": AnswerSchema(
         _object({"lengths": _list(_Part, jobs.MAX_PARTS)}),
         jobs.MAX_BYTES,
     ),
-    "RunCommand": AnswerSchema(_Command, 2 * commands.MAX_OUTPUT),
-    "ReapCommand": AnswerSchema(_Command, 2 * commands.MAX_OUTPUT),
+    "run_command": AnswerSchema(_Command, 2 * commands.MAX_OUTPUT),
+    "reap_command": AnswerSchema(_Command, 2 * commands.MAX_OUTPUT),
 }
-# Requests such as Put, Start, Remove or DropCommand return nothing.
-_EMPTY = AnswerSchema(_object({}))
-# Average bytes of a tree's entry, which limits the answer to `Tree`.
+# Functions such as put, start or remove return nothing.
+NO_ANSWER = AnswerSchema(_object({}))
+# Average bytes of a tree's entry, which limits the answer of `tree`.
 TREE_ENTRY_BYTES = 400
-# One entry of a tree: path, kind, mode, size, modification time in ns, target of a link.
+# One entry of a tree: path, kind, mode, size, modification time in ns, target of a link, digest.
 TreeEntry = tuple[
     _Path,
     Literal["file", "dir", "link"],
@@ -174,12 +158,8 @@ TreeEntry = tuple[
     _Integer,
     _Integer,
     _Path,
+    _DigestOrEmpty,
 ]
-
-
-def answer_schema(request: HostRequest) -> AnswerSchema:
-    """Return the schema of the answer to a request."""
-    return _ANSWERS.get(type(request).__name__, _EMPTY)
 
 
 def check(data: Any, schema: Any) -> Any:

@@ -6,7 +6,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from clusterjob.errors import HostError
-from clusterjob.node.host_server.requests import Clean
 from clusterjob.remote.pool import for_each
 from clusterjob.remote.session import Session
 
@@ -54,8 +53,8 @@ def clean_hosts(hosts: Sequence[JobsOnHost], *, remove: bool) -> tuple[dict[str,
         host, answers, code = hosts[number], [], 0
         session = host.session()
         for begin in range(0, len(host.jobs), _BATCH):
-            batch = tuple(host.jobs[begin : begin + _BATCH])
-            answer, _ = session.ask(Clean(batch, remove), timeout=_SLOW)
+            batch = host.jobs[begin : begin + _BATCH]
+            answer, _ = session.ask("clean", jobs=batch, remove=remove, timeout=_SLOW)
             if len(answer["jobs"]) != len(batch):
                 raise HostError(session.label, "it answers about other jobs")
             answers += answer["jobs"]

@@ -15,8 +15,7 @@ from pathlib import Path
 
 from clusterjob.core.units import show_size
 from clusterjob.errors import ClusterJobError, HostError
-from clusterjob.node.host_server.jobs import MAX_BYTES, MAX_DIGESTS, MAX_PARTS
-from clusterjob.node.host_server.requests import Digests, Get, Tree
+from clusterjob.node.host_server.jobs import MAX_BYTES, MAX_PARTS
 from clusterjob.node.system import files
 from clusterjob.remote.answer_schemas import TREE_ENTRY_BYTES, SchemaError, TreeEntry, check
 from clusterjob.remote.destination import (
@@ -30,6 +29,7 @@ from clusterjob.remote.protocol import Exchange
 from clusterjob.remote.session import Session
 
 _SLOW = 300.0  # seconds for digests of large files
+_DIGESTS_AT_ONCE = 10_000  # files
 _TREE_MARGIN = 1 << 16  # bytes for a tree of few files, whose paths may be long
 _HINT = "this host is not to be trusted"
 
@@ -82,6 +82,50 @@ class Request:
     notes: Path
 
 
+def listing(
+    session: Session | Exchange,
+    job_id: str,
+    workdir: str,
+    paths: Sequence[str],
+    most: int,
+    *,
+    digests: bool = False,
+) -> tuple[list[str], list[tuple[str, str, int, int, int, str, str]]]:
+    """Return the paths that do not exist on the host, and the entries at the others.
+
+    Args:
+        session: the session with the host.
+        job_id: the job; for an element of an array, the array.
+        workdir: its working directory there.
+        paths: files and directories in it.
+        most: maximum number of entries.
+        digests: whether the last field of a file's entry is its digest.
+
+    Raises:
+        HostError: the host does not answer, sends something else, or there are more entries.
+    """
+    answer, data = session.ask(
+        "tree",
+        job=job_id,
+        workdir=workdir,
+        paths=list(paths),
+        most=most,
+        digests=digests,
+        bulk=True,
+        timeout=_SLOW,
+        max_bytes=_TREE_MARGIN + most * TREE_ENTRY_BYTES,
+    )
+    rows = data.splitlines()
+    if len(rows) > most:
+        hint = "--max-files raises the limit"
+        raise HostError(session.label, f"it names more than {most} files", hint=hint)
+    try:
+        return answer["absent"], [check(json.loads(row), TreeEntry) for row in rows]
+    except (ValueError, RecursionError) as error:
+        why = str(error) if isinstance(error, SchemaError) else "not JSON"
+        raise HostError(session.label, f"it sends a malformed answer: {why}", hint=_HINT) from error
+
+
 class Fetch:
     """Fetch from one host.
 
@@ -127,38 +171,20 @@ class Fetch:
         request = self._request
         asked = {text: self._normal(text) for text in request.paths}
         absent = [text for text, path in asked.items() if path.startswith(("/", ".."))]
-        rows: list[bytes] = []
+        rows: list[tuple[str, str, int, int, int, str, str]] = []
         if not absent:
             paths = list(dict.fromkeys(asked.values()))
-            most = _TREE_MARGIN + request.max_files * TREE_ENTRY_BYTES
-            answer, data = self._session.ask(
-                Tree(request.job_id, request.workdir, tuple(paths), most=request.max_files),
-                bulk=True,
-                timeout=_SLOW,
-                max_bytes=most,
+            missing, rows = listing(
+                self._session, request.job_id, request.workdir, paths, most=request.max_files
             )
-            absent = [text for text, path in asked.items() if path in answer["absent"]]
-            rows = data.splitlines()
+            absent = [text for text, path in asked.items() if path in missing]
         if absent:
             raise HostError(
                 self._label, f"there is no {', '.join(absent)} in the job's working directory"
             )
-        if len(rows) > request.max_files:
-            raise HostError(
-                self._label,
-                f"it names more than {request.max_files} files",
-                hint="--max-files raises the limit",
-            )
         found: dict[str, tuple[str, str, File, str]] = {}
         hidden: dict[str, None] = {}
-        for row in rows:
-            try:
-                path, kind, mode, size, mtime, link = check(json.loads(row), TreeEntry)
-            except (ValueError, RecursionError) as error:
-                why = str(error) if isinstance(error, SchemaError) else "not JSON"
-                raise HostError(
-                    self._label, f"it sends a malformed answer: {why}", hint=_HINT
-                ) from error
+        for path, kind, mode, size, mtime, link, _ in rows:
             if (
                 not any(top in (".", path) or path.startswith(f"{top}/") for top in asked.values())
                 or not is_plain(path)
@@ -293,20 +319,13 @@ class Fetch:
 
     def _digests(self, paths: list[str]) -> dict[str, str]:
         found: dict[str, str] = {}
-        for begin in range(0, len(paths), MAX_DIGESTS):
-            some = paths[begin : begin + MAX_DIGESTS]
-            answer, _ = self._session.ask(
-                Digests(self._request.job_id, self._request.workdir, tuple(some)),
-                bulk=True,
-                timeout=_SLOW,
+        request = self._request
+        for begin in range(0, len(paths), _DIGESTS_AT_ONCE):
+            some = paths[begin : begin + _DIGESTS_AT_ONCE]
+            _, rows = listing(
+                self._session, request.job_id, request.workdir, some, most=len(some), digests=True
             )
-            if len(answer["digests"]) != len(some):
-                raise HostError(
-                    self._label,
-                    f"it answers with {len(answer['digests'])} digests of {len(some)} files",
-                    hint=_HINT,
-                )
-            found.update(zip(some, answer["digests"], strict=True))
+            found.update((row[0], row[-1]) for row in rows)
         return found
 
     def _contents(
@@ -327,7 +346,11 @@ class Fetch:
     def _get(self, parts: list[tuple[str, int, int]]) -> list[bytes]:
         """Return the bytes of each (path, offset, length); fewer if the file became shorter."""
         answer, data = self._session.ask(
-            Get(self._request.job_id, self._request.workdir, tuple(parts)), bulk=True
+            "get",
+            job=self._request.job_id,
+            workdir=self._request.workdir,
+            parts=parts,
+            bulk=True,
         )
         lengths = answer["lengths"]
         fits = len(lengths) == len(parts) and all(

@@ -6,7 +6,6 @@ import time
 from dataclasses import dataclass
 
 from clusterjob.errors import HostError
-from clusterjob.node.host_server.requests import Check
 from clusterjob.remote.pool import for_each
 from clusterjob.remote.sessions import Place, Sessions
 
@@ -60,7 +59,7 @@ def probe_hosts(sessions: Sessions, place: Place, *, own: bool = True) -> list[H
             address = f"{target.user}@{target.hostname}:{target.port}"
             begin = time.time()
             answer, _ = sessions.session(place, node).ask(
-                Check(need=0, torch=own, own=own, gpus=True)
+                "check", need=0, torch=own, own=own, with_gpus=True
             )
             end = time.time()
         except HostError as error:

@@ -8,7 +8,6 @@ from pathlib import Path
 
 from clusterjob.core.snapshot import Snapshot, SnapshotEntry, changed
 from clusterjob.errors import HostError, SubmitError
-from clusterjob.node.host_server.requests import FindStored, Install, Put, ReceiveFiles
 from clusterjob.node.logs.job_dir import ARCHIVE
 from clusterjob.remote.session import Session
 
@@ -42,9 +41,12 @@ class JobBundle:
         Raises:
             HostError: a file cannot be written, or the host does not answer.
         """
-        listed = tuple((name, mode, len(data)) for name, mode, data in files)
         self.session.ask(
-            Put(self.job_id, self.node, listed), body=b"".join(data for _, _, data in files)
+            "put",
+            job=self.job_id,
+            node=self.node,
+            listed=[(name, mode, len(data)) for name, mode, data in files],
+            body=b"".join(data for _, _, data in files),
         )
 
     def install(self, snapshot: Snapshot) -> None:
@@ -57,7 +59,7 @@ class JobBundle:
         packed = snapshot.packed()
         for _ in range(3):  # a file that is damaged in the host's store is sent again
             answer, _ = self.session.ask(
-                Install(self.job_id), bulk=True, body=packed, timeout=_SLOW
+                "install", job=self.job_id, bulk=True, body=packed, timeout=_SLOW
             )
             if not answer["missing"]:
                 return
@@ -81,7 +83,7 @@ class JobBundle:
             SubmitError: the file cannot be read, or has changed.
         """
         self.put([(ARCHIVE, 0o600, digest.encode())])  # `clean` reads it
-        if self.session.ask(FindStored(digest, size))[0]["stored"]:
+        if self.session.ask("has_file", digest=digest, length=size)[0]["stored"]:
             return
 
         def pieces() -> Iterator[bytes]:
@@ -97,10 +99,7 @@ class JobBundle:
             if done < size:
                 raise _changed(path)
 
-        answer, _ = self.session.ask(
-            ReceiveFiles(((digest, size),)), bulk=True, body=pieces(), size=size, timeout=_SLOW
-        )
-        if answer["wrong"]:
+        if self._receive([(digest, size)], pieces()):
             raise _changed(path)
 
     def _send(self, missing: set[str], snapshot: Snapshot) -> None:
@@ -120,13 +119,23 @@ class JobBundle:
                     done += len(piece)
                     self.progress(done, total)
 
-            listed = tuple((entry.value, entry.size) for entry in batch)
-            answer, _ = self.session.ask(
-                ReceiveFiles(listed), bulk=True, body=pieces(), size=size, timeout=_SLOW
-            )
-            if answer["wrong"]:
-                raise changed(next(entry for entry in batch if entry.value in answer["wrong"]))
+            wrong = self._receive([(entry.value, entry.size) for entry in batch], pieces())
+            if wrong:
+                raise changed(next(entry for entry in batch if entry.value in wrong))
             sent += size
+
+    def _receive(self, listed: list[tuple[str, int]], pieces: Iterator[bytes]) -> list[str]:
+        """Send files into the host's store; return the digests of those that arrived damaged."""
+        answer, _ = self.session.ask(
+            "receive",
+            listed=listed,
+            bulk=True,
+            body=pieces,
+            size=sum(size for _, size in listed),
+            timeout=_SLOW,
+        )
+        wrong: list[str] = answer["wrong"]
+        return wrong
 
 
 def _changed(path: Path) -> SubmitError:

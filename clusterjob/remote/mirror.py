@@ -7,16 +7,14 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from clusterjob.core.units import show_size
 from clusterjob.errors import HostError
 from clusterjob.node.host_server.jobs import MAX_BYTES
-from clusterjob.node.host_server.requests import PollNode
-from clusterjob.node.logs.job_dir import event_files, events_node
-from clusterjob.node.logs.log_files import node_directory
+from clusterjob.node.logs.job_dir import events_node
 from clusterjob.node.system import files
 from clusterjob.remote.answer_schemas import MAX_FILES
 from clusterjob.remote.protocol import Exchange
@@ -33,6 +31,7 @@ MAX_TOTAL_BYTES = 16 << 30  # maximum bytes of mirrored files, for one host or o
 MAX_REPLACED_BYTES = 64 << 20
 _HINT = "this host is not to be trusted"
 
+_ANY = r"\w[\w.-]*"
 MAX_EVENTS_BYTES = 64 << 20  # the file is read into memory as a whole
 
 
@@ -118,42 +117,75 @@ def check_progress(label: str, answers: Iterable[dict[str, Any]], data: bytes, m
         raise HostError(label, "it announces more data and does not send it", hint=_HINT)
 
 
+def matches(name: str, patterns: Iterable[str]) -> bool:
+    """Return whether a path is one of a job's files, as in `clusterjob.node.host_server.jobs.poll`.
+
+    In a pattern, ``*`` stands for letters, digits, dots, underscores and dashes.
+    """
+    forms = "|".join(re.escape(each).replace(r"\*", _ANY) for each in patterns)
+    return re.fullmatch(forms, name, re.ASCII) is not None
+
+
+def held(job_dir: Path, patterns: Sequence[str]) -> dict[str, int]:
+    """Return the size of each file of these patterns in a local job directory."""
+    found = (path for each in patterns for path in job_dir.glob(each) if path.is_file())
+    sizes = {str(path.relative_to(job_dir)): files.size_of(path) for path in found}
+    return {name: size for name, size in sizes.items() if matches(name, patterns)}
+
+
 def keep(
-    label: str, job_dir: Path, file: dict[str, Any], content: bytes, stamps: dict[str, str]
+    label: str,
+    job_dir: Path,
+    file: dict[str, Any],
+    content: bytes,
+    sizes: Mapping[str, int],
+    stamps: dict[str, str],
+    *,
+    grown: Iterable[str],
+    replaced: Iterable[str],
 ) -> None:
-    """Write a part of a file that a host sent. The caller has checked the path.
+    """Write a part of a file that a host sent, or remove one that it has removed.
 
     Args:
         label: the host, for errors.
         job_dir: the job's local directory, which is created if it was removed.
-        file: the host's description: ``path``, and ``stamp`` of a replaced file or ``offset`` in a
-            growing one.
+        file: the host's description: ``path``, and ``offset`` in a growing file, ``stamp`` of a
+            replaced one, or ``gone``.
         content: the bytes.
+        sizes: the sizes of growing files here, as the host was told.
         stamps: stamps of replaced files by path; updated.
+        grown: patterns of the growing files that the host may send.
+        replaced: patterns of the replaced ones.
 
     Raises:
-        HostError: the file cannot be written, or an event file would exceed `MAX_EVENTS_BYTES`.
+        HostError: the file was not asked for, cannot be written, or an event file would exceed
+            `MAX_EVENTS_BYTES`.
     """
-    path = job_dir / file["path"]
-    if (
-        events_node(file["path"]) is not None
-        and file.get("offset", 0) + len(content) > MAX_EVENTS_BYTES
-    ):
+    name = file["path"]
+    path, offset = job_dir / name, file.get("offset")
+    kinds = (offset is not None) + ("stamp" in file) + bool(file.get("gone"))
+    patterns = replaced if offset is None else grown
+    if kinds != 1 or not matches(name, patterns) or (offset or 0) != sizes.get(name, 0):
+        raise HostError(label, f"it sends a file that was not asked for: {name[:80]!r}", hint=_HINT)
+    if events_node(name) is not None and (offset or 0) + len(content) > MAX_EVENTS_BYTES:
         raise HostError(
-            label, f"it sends more than {show_size(MAX_EVENTS_BYTES)} of {file['path']}", hint=_HINT
+            label, f"it sends more than {show_size(MAX_EVENTS_BYTES)} of {name}", hint=_HINT
         )
     try:
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        if "stamp" in file:
-            files.write_atomic(path, content)
-            stamps[file["path"]] = file["stamp"]
-        else:
+        if offset is not None:
             # Write at the offset, not at the end: another process may mirror the same bytes now.
             handle = os.open(path, os.O_WRONLY | os.O_CREAT, 0o600)
             try:
-                os.pwrite(handle, content, file["offset"])
+                os.pwrite(handle, content, offset)
             finally:
                 os.close(handle)
+        elif "stamp" in file:
+            files.write_atomic(path, content)
+            stamps[name] = file["stamp"]
+        else:
+            path.unlink(missing_ok=True)
+            stamps.pop(name, None)
     except OSError as error:
         raise HostError(
             label, f"a file that it sends cannot be written here: {error.strerror}: {path}"
@@ -176,9 +208,11 @@ class JobMirror:
         self._stamps: dict[str, str] = {}
         self._volume: Volume | None = None
         # The only files that a host may write here.
-        verdict = r"result\.json|" if node == 0 else ""
-        self._replaced = re.compile(rf"{verdict}ends/node{node}\.(?:json|refused)")
-        self._log = re.compile(rf"logs/node{node}/[\w.-]+", re.ASCII)
+        self._events = [f"events.*.node{node}.jsonl"]
+        self._results = [f"ends/node{node}.json", f"ends/node{node}.refused"]
+        if node == 0:
+            self._events.append("events.jsonl")
+            self._results.append("result.json")
 
     def poll(self, session: Session | Exchange, *, logs: bool) -> PollAnswer:
         """Fetch the new data of the node's files.
@@ -190,51 +224,33 @@ class JobMirror:
         Raises:
             HostError: the host does not answer, or its answer is malformed.
         """
-        sizes, most = self._sizes(logs=logs), LOG_BYTES if logs else STATUS_BYTES
-        have = {**self._stamps, **sizes}
-        answer, data = session.ask(
-            PollNode(
-                self._job_id, self._node, logs=logs, most=most, sizes=sizes, stamps=self._stamps
-            ),
-            bulk=logs,
-        )
+        grown = [*([f"logs/node{self._node}/*"] if logs else []), *self._events]
+        sizes, most = held(self._job_dir, grown), LOG_BYTES if logs else STATUS_BYTES
+        asked = {
+            "job": self._job_id,
+            "node": self._node,
+            "grown": grown,
+            "late": [],
+            "replaced": self._results,
+            "sizes": sizes,
+            "stamps": self._stamps,
+        }
+        polled, data = session.ask("poll", jobs=[asked], most=most, bulk=logs)
+        if len(polled["jobs"]) != 1:
+            raise HostError(session.label, "it answers about other jobs", hint=_HINT)
+        answer: PollAnswer = polled["jobs"][0] | {"clock": polled["clock"]}
         check_progress(session.label, [answer], data=data, most=most)
         self._volume = self._volume or Volume(session.label, self._job_dir)
-        self._volume.check(have, answer["files"])
+        self._volume.check({**self._stamps, **sizes}, answer["files"])
         for file, content in contents(session.label, answer["files"], data=data):
-            name = file["path"]
-            if not self._may_send(file, logs=logs):
-                raise HostError(
-                    session.label,
-                    f"it sends a file that was not asked for: {name[:80]!r}",
-                    hint=_HINT,
-                )
-            if "offset" in file and file["offset"] != sizes.get(name, 0):
-                raise HostError(
-                    session.label,
-                    f"it sends a part of a file that was not asked for: {name[:80]!r}",
-                    hint=_HINT,
-                )
-            keep(session.label, self._job_dir, file=file, content=content, stamps=self._stamps)
+            keep(
+                session.label,
+                self._job_dir,
+                file=file,
+                content=content,
+                sizes=sizes,
+                stamps=self._stamps,
+                grown=grown,
+                replaced=self._results,
+            )
         return answer
-
-    def _may_send(self, file: dict[str, Any], *, logs: bool) -> bool:
-        """Return whether the host may send this: a whole replaced file, or a part of a log."""
-        name = file["path"]
-        if "stamp" in file:
-            return "offset" not in file and self._replaced.fullmatch(name) is not None
-        log = logs and self._log.fullmatch(name) is not None and ".." not in name
-        return "offset" in file and (log or events_node(name) == self._node)
-
-    def _sizes(self, *, logs: bool) -> dict[str, int]:
-        paths = [
-            path for path in event_files(self._job_dir) if events_node(path.name) == self._node
-        ]
-        folder = node_directory(self._job_dir, self._node)
-        if logs and folder.is_dir():
-            paths += list(folder.iterdir())
-        return {
-            str(path.relative_to(self._job_dir)): path.stat().st_size
-            for path in paths
-            if path.exists()
-        }

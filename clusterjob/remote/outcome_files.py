@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Collection
 
 from clusterjob.core.units import show_size
 from clusterjob.errors import HostError
 from clusterjob.node.host_server.jobs import MAX_BYTES
-from clusterjob.node.host_server.requests import Get, Tree
-from clusterjob.remote.answer_schemas import TREE_ENTRY_BYTES, TreeEntry, check
+from clusterjob.remote.fetch import listing
 from clusterjob.remote.protocol import Exchange
 from clusterjob.remote.session import Session
 
-_MARGIN = 1 << 16  # bytes of a short listing
 _HINT = "this host is not to be trusted"
 
 
@@ -32,17 +29,9 @@ def read(
     Raises:
         HostError: the host does not answer, sends something else, or the files are too large.
     """
-    _, listing = session.ask(
-        Tree(job_id, folder, tuple(names), most=len(names)),
-        bulk=True,
-        max_bytes=_MARGIN + len(names) * TREE_ENTRY_BYTES,
-    )
+    _, rows = listing(session, job_id, folder, list(names), most=len(names))
     sizes: dict[str, int] = {}
-    for row in listing.splitlines():
-        try:
-            path, kind, _, size, _, _ = check(json.loads(row), TreeEntry)
-        except (ValueError, RecursionError) as error:
-            raise _malformed(session, "its list of results is malformed") from error
+    for path, kind, _, size, *_ in rows:
         if path not in names or kind != "file" or path in sizes:
             raise _malformed(session, f"it names a file that was not asked for: {path[:80]!r}")
         sizes[path] = size
@@ -59,7 +48,8 @@ def _content(session: Session | Exchange, job_id: str, folder: str, name: str, s
     data = bytearray()
     while len(data) < size:
         length = min(MAX_BYTES, size - len(data))
-        answer, part = session.ask(Get(job_id, folder, ((name, len(data), length),)), bulk=True)
+        parts = [(name, len(data), length)]
+        answer, part = session.ask("get", job=job_id, workdir=folder, parts=parts, bulk=True)
         if answer["lengths"] != [len(part)] or not 0 < len(part) <= length:
             raise _malformed(session, f"it sends another size of {name} than it announces")
         data += part

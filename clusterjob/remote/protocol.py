@@ -1,6 +1,6 @@
-"""Client side of the host server's protocol: requests and answers with limits and schemas.
+"""Client side of the host server's protocol: calls and answers with limits and schemas.
 
-Requests and answers have the same form: one line of JSON, followed by bytes. Length and time of an
+Calls and answers have the same form: one line of JSON, followed by bytes. Length and time of an
 answer are limited. `clusterjob.node.host_server.server` is the server side.
 """
 
@@ -13,13 +13,13 @@ from contextlib import contextmanager
 from typing import Any
 
 from clusterjob.errors import HostError
-from clusterjob.node.host_server.requests import REQUESTS, HostRequest
 from clusterjob.remote.answer_schemas import (
     ANSWER_HEADER,
+    ANSWERS,
     MAX_ERROR,
+    NO_ANSWER,
     AnswerSchema,
     SchemaError,
-    answer_schema,
     check,
 )
 from clusterjob.remote.transport import ByteStream
@@ -121,27 +121,28 @@ class Exchange:
 
     def ask(
         self,
-        request: HostRequest,
+        call: str,
         *,
         body: bytes | Iterable[bytes] = b"",
         size: int = 0,
         timeout: float | None = None,
         max_bytes: int | None = None,
         bulk: bool = False,
+        **arguments: Any,
     ) -> tuple[Any, bytes]:
-        """Send a request and return its answer; see `clusterjob.remote.session.Session.ask`."""
+        """Call a function of the host server; see `clusterjob.remote.session.Session.ask`."""
         pieces: Iterable[bytes] = [body] if isinstance(body, bytes) else body
         total = len(body) if isinstance(body, bytes) else size
         seconds = timeout or self._timeout
         with self.closed_on_error():
             deadline = Deadline(seconds)
-            line = {**REQUESTS.encode(request), "size": total}
+            line = {"call": call, "arguments": arguments, "size": total}
             self.send(json.dumps(line).encode() + b"\n", deadline)
             for piece in pieces:
                 self.send(piece, deadline)
             longest = None if bulk else seconds + _ANSWER_TIMEOUTS * self._timeout
             answer, data = self._receive(
-                answer_schema(request),
+                ANSWERS.get(call, NO_ANSWER),
                 Deadline(seconds, min(seconds, self._timeout), total=longest),
                 max_bytes=max_bytes,
             )

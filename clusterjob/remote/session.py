@@ -1,4 +1,4 @@
-"""A session with a host: start its host server over SSH and send requests to it.
+"""A session with a host: start its host server over SSH and call its functions.
 
 `clusterjob.node.host_server` is the server. It runs from the node zip. The host stores the zip
 under the zip's digest, so the zip is sent only once.
@@ -16,7 +16,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from clusterjob.errors import HostError
-from clusterjob.node.host_server.requests import HostRequest
 from clusterjob.node.system.sanitize import sanitize
 from clusterjob.remote.answer_schemas import MAX_ERROR, SchemaError
 from clusterjob.remote.protocol import Deadline, Exchange
@@ -151,25 +150,27 @@ class Session:
 
     def ask(
         self,
-        request: HostRequest,
+        call: str,
         *,
         body: bytes | Iterable[bytes] = b"",
         size: int = 0,
         timeout: float | None = None,
         max_bytes: int | None = None,
         bulk: bool = False,
+        **arguments: Any,
     ) -> tuple[dict[str, Any], bytes]:
-        """Send a request and return its answer.
+        """Call a function of the host server and return its answer.
 
         Args:
-            request: the request; see `clusterjob.node.host_server.requests`.
-            body: bytes that follow the request, or an iterable of pieces.
+            call: the function; see `clusterjob.node.host_server.server`.
+            body: bytes that follow the call, or an iterable of pieces.
             size: number of bytes, if `body` is an iterable.
             timeout: seconds until the answer begins. After that, each
                 `clusterjob.remote.protocol.PROGRESS_BYTES` bytes arrive within the session's
                 timeout.
-            max_bytes: limit of the bytes after the answer, if it depends on the request.
+            max_bytes: limit of the bytes after the answer, if it depends on the call.
             bulk: whether the answer has no total time limit while its bytes keep coming.
+            arguments: the function's arguments.
 
         Returns:
             The answer's JSON object, checked by `clusterjob.remote.answer_schemas`, and its bytes.
@@ -181,13 +182,21 @@ class Session:
         with self._lock:
             exchange = self._exchange or self._begin()
             return exchange.ask(
-                request, body=body, size=size, timeout=timeout, max_bytes=max_bytes, bulk=bulk
+                call,
+                body=body,
+                size=size,
+                timeout=timeout,
+                max_bytes=max_bytes,
+                bulk=bulk,
+                **arguments,
             )
 
-    def take_over(self, request: HostRequest) -> tuple[ByteStream, Callable[[], str]]:
-        """Send a request after which the host's process uses the stream itself.
+    def take_over(self, argv: Sequence[str] = ()) -> tuple[ByteStream, Callable[[], str]]:
+        """Let another program on the host use the stream; the session takes no further request.
 
-        The session takes no further request.
+        Args:
+            argv: the command line of a scheduler command; empty for the program that runs commands
+                inside a job.
 
         Returns:
             The stream, and a function that returns the last line of the host's stderr.
@@ -195,7 +204,7 @@ class Session:
         Raises:
             HostError: as in `ask`.
         """
-        self.ask(request)
+        self.ask("take_over", argv=argv)
         assert self._channel is not None
         return self._channel, self._last_stderr_line
 

@@ -24,12 +24,11 @@ from clusterjob.backends.local.backend import LocalBackend
 from clusterjob.cli import main
 from clusterjob.cli.line_search import LineSearch
 from clusterjob.cli.tables import cut, width_of
-from clusterjob.core.records import Handle, Record, Records, home
+from clusterjob.core.records import Handle, ProcessIdentity, Record, Records, home
 from clusterjob.core.spec import JobSpec
 from clusterjob.errors import ClusterJobError, UsageError
 from clusterjob.node.logs.log_files import LogLine, Timeline
 from clusterjob.node.program import Program
-from clusterjob.node.system.processes import ProcessIdentity
 from clusterjob.node.verdict import JobState, Verdict
 
 COMMAND = [sys.executable, "-m", "clusterjob"]

@@ -14,7 +14,6 @@ from procs import TEST_TIMEOUT, wait_until
 
 from clusterjob.core import jobs
 from clusterjob.core.records import Records
-from clusterjob.node.system import files
 
 
 def submit(work: Path) -> str:
@@ -125,8 +124,8 @@ def test_job_directory_with_unlisted_record_is_kept(monkeypatch: pytest.MonkeyPa
 def test_temporary_files_are_removed_after_one_hour(tmp_path: Path) -> None:
     path = tmp_path / ".a.json.abcdefgh.tmp"
     path.touch()
-    files.remove_leftovers(tmp_path)
+    jobs._remove_temporary_files(tmp_path)
     assert path.exists()
     os.utime(path, (time.time() - 4000,) * 2)
-    files.remove_leftovers(tmp_path)
+    jobs._remove_temporary_files(tmp_path)
     assert not path.exists()

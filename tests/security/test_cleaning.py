@@ -19,7 +19,7 @@ from clusterjob.backends.base import Leftover, Status
 from clusterjob.backends.local.backend import LocalBackend
 from clusterjob.core import cleaning
 from clusterjob.core.cleaning import Wanted
-from clusterjob.core.records import Handle, Record, Records, home
+from clusterjob.core.records import Handle, ProcessIdentity, Record, Records, home
 from clusterjob.errors import UsageError
 from clusterjob.node.logs import events
 from clusterjob.node.system import files, processes
@@ -95,7 +95,7 @@ def test_filters_select_ended_jobs(save: Save, wanted: Wanted, expected: set[str
     save("old-a", age=31 * DAY)
     save("new-b", end=verdict(JobState.FAILED))
     save("big-c", size=2_000_000)
-    save("run-d", end=None, handle=None, submitter=processes.ProcessIdentity.of_this_process())
+    save("run-d", end=None, handle=None, submitter=ProcessIdentity.of_this_process())
     found, code = cleaning.find(wanted)
     assert (set(names(found)), code) == (expected, 0)
     assert {"old-a", "new-b", "big-c", "run-d"} == remaining(), "finding removes nothing"

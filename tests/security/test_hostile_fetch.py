@@ -30,16 +30,15 @@ SENDER = """
 import hashlib
 FILES = {files!r}
 def answer(request):
-    if request["type"] == "Tree":
+    if request["call"] == "tree":
         rows = [
-            (path, kind, mode, len(text), mtime, text if kind == "link" else "")
+            (path, kind, mode, len(text), mtime, text if kind == "link" else "",
+             hashlib.sha256(text.encode()).hexdigest() if request["digests"] else "")
             for path, kind, mode, mtime, text in FILES
+            if path in request["paths"] or not request["digests"]
         ]
         return {{"absent": []}}, b"".join(json.dumps(row).encode() + b"\\n" for row in rows)
     held = {{row[0]: row[4].encode() for row in FILES}}
-    if request["type"] == "Digests":
-        digests = [hashlib.sha256(held[path]).hexdigest() for path in request["paths"]]
-        return {{"digests": digests}}, b""
     parts = [held[path][offset:offset + length] for path, offset, length in request["parts"]]
     return {{"lengths": [len(part) for part in parts]}}, b"".join(parts)
 """
@@ -315,10 +314,10 @@ def test_fetch_options_set_file_count_and_size_limits(
 def test_unrequested_or_malformed_answers_are_refused(
     site: Site, record: Record, tmp_path: Path, answer: str
 ) -> None:
-    row = json.dumps(["a", "file", 0o644, 4, 1, ""])
+    row = json.dumps(["a", "file", 0o644, 4, 1, "", ""])
     play = f"""
         def answer(request):
-            if request["type"] == "Tree":
+            if request["call"] == "tree":
                 return {{"absent": []}}, {row.encode()!r}
             return {answer}
     """
@@ -338,10 +337,10 @@ def test_fetch_of_large_file_ends_at_first_short_answer(
 ) -> None:
     """A host that sends one byte per request cannot make fetch send millions of requests."""
     size = 4 << 20
-    row = json.dumps(["model.pt", "file", 0o644, size, 1, ""])
+    row = json.dumps(["model.pt", "file", 0o644, size, 1, "", ""])
     play = f"""
         def answer(request):
-            if request["type"] == "Tree":
+            if request["call"] == "tree":
                 return {{"absent": []}}, {row.encode()!r} + b"\\n"
             (_, offset, _), = request["parts"]
             return ({{"lengths": [1]}}, b"x") if offset < 3 else ({{"lengths": [0]}}, b"")

@@ -20,40 +20,25 @@ from hypothesis import strategies as st
 from clusterjob.backends.slurm.mirror import ClusterMirror
 from clusterjob.core.records import Record
 from clusterjob.errors import ClusterJobError
-from clusterjob.node.host_server import requests
+from clusterjob.remote import answer_schemas
 from clusterjob.remote.fetch import Fetch, Request
 from clusterjob.remote.mirror import JobMirror
 from clusterjob.remote.protocol import Exchange
 
 HASH = "a" * 64
-SENT: dict[str, requests.HostRequest] = {
-    type(request).__name__: request
-    for request in (
-        requests.Check(need=0, torch=False, own=True),
-        requests.Facts("python", setup=(), env={}, workdir="~"),
-        requests.Get("x", "code", parts=(("a", 0, 1),)),
-        requests.Install("x"),
-        requests.PollJobs(1, jobs=()),
-        requests.PollNode("x", 0, logs=True, most=1, sizes={}, stamps={}),
-        requests.Put("x", 0, files=()),
-        requests.RunCommand(("squeue",), env={}, job="", wait=1.0),
-        requests.Tree("x", "code", paths=("a",), most=1),
-    )
+NAMES_OF_CALLS = sorted({*answer_schemas.ANSWERS, "put"})
+POLLED: dict[str, Any] = {
+    "known": True,
+    "alive": False,
+    "more": False,
+    "files": [
+        {"path": "events.jsonl", "offset": 0, "size": 3},
+        {"path": "result.json", "stamp": "1", "size": 2},
+    ],
 }
 HONEST: dict[str, tuple[dict[str, Any], bytes]] = {
-    "PollNode": (
-        {
-            "known": True,
-            "alive": False,
-            "more": False,
-            "files": [
-                {"path": "events.jsonl", "offset": 0, "size": 3},
-                {"path": "result.json", "stamp": "1", "size": 2},
-            ],
-        },
-        b"abcde",
-    ),
-    "Check": (
+    "poll": ({"jobs": [POLLED], "clock": 1.0}, b"abcde"),
+    "check": (
         {
             "errors": [],
             "identity": "x",
@@ -68,8 +53,9 @@ HONEST: dict[str, tuple[dict[str, Any], bytes]] = {
         },
         b"",
     ),
-    "Facts": (
+    "interpreter": (
         {
+            "torch": True,
             "unfit": "",
             "setup": False,
             "version": [3, 11, 2],
@@ -88,13 +74,9 @@ HONEST: dict[str, tuple[dict[str, Any], bytes]] = {
         },
         b"",
     ),
-    "RunCommand": ({"code": 0, "out": 2}, b"outerr"),
-    "Install": ({"missing": [HASH]}, b""),
+    "run_command": ({"code": 0, "out": 2}, b"outerr"),
+    "install": ({"missing": [HASH]}, b""),
 }
-LOOKS = (
-    {"jobs": [{key: value for key, value in HONEST["PollNode"][0].items() if key != "alive"}]},
-    HONEST["PollNode"][1],
-)
 NAMES = st.sampled_from(
     [
         "runs",
@@ -122,6 +104,7 @@ ENTRIES = st.lists(
         st.integers(-1, 9),
         st.integers(-1, 2**64),
         NAMES,
+        st.just(""),
     ),
     max_size=6,
 )
@@ -153,10 +136,10 @@ def at_most_one_host_error() -> Iterator[None]:
     assert all(error.exit_code == 1 and len(error.message) < 5000 for error in raised)
 
 
-@fuzz(data=st.binary(max_size=300), name=st.sampled_from(sorted(SENT)))
+@fuzz(data=st.binary(max_size=300), name=st.sampled_from(NAMES_OF_CALLS))
 def test_any_bytes_from_host_are_an_answer_or_one_error(data: bytes, name: str) -> None:
     with host(data) as exchange, at_most_one_host_error():
-        exchange.ask(SENT[name])
+        exchange.ask(name)
 
 
 @fuzz(
@@ -169,7 +152,7 @@ def test_accepted_answer_has_expected_fields_and_types(pair: tuple[str, Any], da
     name, answer = pair
     honest = HONEST[name][0]
     with host(packed(answer, data)) as exchange, at_most_one_host_error():
-        found, _ = exchange.ask(SENT[name])
+        found, _ = exchange.ask(name)
         required = honest.keys() - {"code", "out"}
         assert "error" in found or required <= found.keys()
         for key in required & found.keys():
@@ -194,7 +177,7 @@ def assert_nothing_beside(root: Path) -> None:
 
 
 @fuzz(
-    answer=changed(HONEST["PollNode"][0]),
+    answer=changed(HONEST["poll"][0]),
     data=st.just(b"abcde") | st.binary(max_size=8),
     logs=st.booleans(),
 )
@@ -214,7 +197,7 @@ def test_job_mirror_of_any_answer_writes_only_permitted_files(
     assert_nothing_beside(root)
 
 
-@fuzz(answer=changed(LOOKS[0]), data=st.just(LOOKS[1]) | st.binary(max_size=8))
+@fuzz(answer=changed(HONEST["poll"][0]), data=st.just(b"abcde") | st.binary(max_size=8))
 def test_cluster_mirror_of_any_answer_writes_only_permitted_files(
     tmp_path: Path, answer: Any, data: bytes
 ) -> None:
@@ -260,7 +243,7 @@ def test_fetch_of_any_tree_writes_only_below_requested_path(
         else json.dumps(extra_row).encode()
     )
     if not false_lengths:  # the answer of an honest host with these files
-        lengths = [size for _, kind, _, size, _, _ in entries if kind == "file"]
+        lengths = [size for _, kind, _, size, *_ in entries if kind == "file"]
     answers = [
         packed({"absent": []}, rows),
         packed({"lengths": lengths}, b"x" * sum(max(0, length) for length in lengths)),

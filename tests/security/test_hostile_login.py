@@ -29,11 +29,11 @@ def command(argv):
 def polled(request):
     return {"jobs": [{"known": True, "files": [], "more": False} for _ in request["jobs"]]}, b""
 def answer(request):
-    if request["type"] == "PollJobs":
+    if request["call"] == "poll":
         return polled(request)
-    if request["type"] == "RunCommand":
+    if request["call"] == "run_command":
         return ran(request["argv"])
-    if request["type"] == "Check":
+    if request["call"] == "check":
         return checked(), b""
     return {"missing": []}, b""
 def ran(argv):
@@ -220,9 +220,9 @@ def polled(request):
 """,
     "still running": """
 def answer(request):
-    if request["type"] in ("RunCommand", "ReapCommand"):
+    if request["call"] in ("run_command", "reap_command"):
         return {"number": 1}, b""
-    return polled(request) if request["type"] == "PollJobs" else (checked(), b"")
+    return polled(request) if request["call"] == "poll" else (checked(), b"")
 """,
     "clock far in the future": """
 def checked(honest=checked):

@@ -25,8 +25,8 @@ from clusterjob.node.verdict import JobState
 # not poll again.
 CLAIMS = """
 def answer(request):
-    if request["type"] != "PollNode":
-        return {"running": False}, b""
+    if request["call"] != "poll":
+        return {}, b""
     end = {"schema": 1, "state": "SUCCEEDED", "exit_code": 0, "restarts": 0, "node_rank": 1,
            "ended_at": "2000-01-01T00:00:00Z"}
     data = json.dumps(end).encode()

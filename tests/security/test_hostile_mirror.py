@@ -39,11 +39,11 @@ UNASKED_LOG = _ENDLESS.format(
 # The file grows by only 512 bytes, because each part has the same offset.
 SAME_PART = _ENDLESS.format(
     files="""[{"path": "logs/node0/rank0.out", "size": 512,
-               "offset": request["sizes"].get("logs/node0/rank0.out", 0)}] * 8192"""
+               "offset": request["jobs"][0]["sizes"].get("logs/node0/rank0.out", 0)}] * 8192"""
 )
 GROWING_LOG = _ENDLESS.format(
     files="""[{"path": "logs/node0/rank0.out", "size": len(data),
-               "offset": request["sizes"].get("logs/node0/rank0.out", 0)}]"""
+               "offset": request["jobs"][0]["sizes"].get("logs/node0/rank0.out", 0)}]"""
 )
 TOO_MANY_REPLACEMENTS = "it replaces result files of one job too often, more than 67.1 MB"
 

@@ -124,7 +124,7 @@ def test_program_with_user_id_bit_is_no_worker_of_a_job_of_root() -> None:
             sleep.chmod(0o755)
             own = subprocess.Popen([sleep, "60"], env=forged)
             try:
-                assert program.find("forged-1", 0, None).pid == own.pid
+                assert program.find("forged-1", 0, None)[0].pid == own.pid
             finally:
                 own.kill()
                 own.wait()

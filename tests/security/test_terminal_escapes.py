@@ -24,7 +24,6 @@ from terminals import Terminal, show
 
 from clusterjob.core.records import Handle, Record, Records
 from clusterjob.errors import HostError
-from clusterjob.node.host_server.requests import Up
 from clusterjob.node.system.sanitize import escape_json, sanitize
 from clusterjob.node.verdict import Failure, JobState, Verdict
 from clusterjob.remote import openssh_transport, paramiko_transport
@@ -252,7 +251,7 @@ def host_answers_error() -> None:
     ours, theirs = socket.socketpair()
     with ours, theirs:
         theirs.sendall(json.dumps({"error": HOSTILE, "size": 0}).encode() + b"\n")
-        Exchange("gpu1", ours, timeout=20.0).ask(Up("job", 0))
+        Exchange("gpu1", ours, timeout=20.0).ask("up", job="job", node=0)
 
 
 def host_sends_no_ssh_banner() -> None:

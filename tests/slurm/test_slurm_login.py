@@ -24,7 +24,6 @@ from clusterjob.backends import base
 from clusterjob.backends.slurm.mirror import ClusterMirror
 from clusterjob.core.records import Record
 from clusterjob.errors import HostError
-from clusterjob.node.host_server.requests import PollJobs
 
 pytestmark = pytest.mark.slow
 
@@ -502,7 +501,7 @@ def test_malicious_login_host_cannot_write_unrequested_files(name: str, tmp_path
     )
     record.job_dir.mkdir()
 
-    def forged_answer(_: PollJobs, *, bulk: bool) -> tuple[Any, bytes]:
+    def forged_answer(_call: str, *, bulk: bool, **_arguments: Any) -> tuple[Any, bytes]:
         assert bulk
         return {
             "jobs": [

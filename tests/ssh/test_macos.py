@@ -125,7 +125,7 @@ def test_command_that_runs_workers_here_states_what_it_needs(
 def test_identity_of_process_without_proc_is_that_of_ps(macos: None) -> None:
     code = (
         "import dataclasses, os\n"
-        "from clusterjob.node.system.processes import ProcessIdentity, start_ticks\n"
+        "from clusterjob.core.records import ProcessIdentity, _start\n"
         "from clusterjob.remote.destination import _umask\n"
         "own = ProcessIdentity.of_this_process()\n"
         "assert own.alive() and own.ticks > 1_700_000_000, own\n"
@@ -133,9 +133,9 @@ def test_identity_of_process_without_proc_is_that_of_ps(macos: None) -> None:
         "child = os.fork()\n"
         "if child == 0: os._exit(0)\n"
         "os.waitid(os.P_PID, child, os.WEXITED | os.WNOWAIT)\n"
-        "assert start_ticks(child) is None, 'a zombie'\n"
+        "assert _start(child) is None, 'a zombie'\n"
         "os.waitpid(child, 0)\n"
-        "assert start_ticks(child) is None\n"
+        "assert _start(child) is None\n"
         "os.umask(0o027)\n"
         "assert _umask() == 0o027\n"
     )

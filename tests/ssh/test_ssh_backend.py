@@ -39,7 +39,6 @@ from clusterjob.core import job_settings, jobs, node_zip, polling
 from clusterjob.core.hosts import Host
 from clusterjob.core.records import Record, Records
 from clusterjob.errors import ClusterJobError, HostError, SpecError
-from clusterjob.node.host_server.requests import Check
 from clusterjob.node.logs import ends
 from clusterjob.node.program import Program
 from clusterjob.node.verdict import JobState, Verdict
@@ -811,11 +810,11 @@ threading.Thread(target=make_noise, daemon=True).start()
         session = sessions.session(
             Place((Host("gpu1"),), str(python), ssh_config=site.ssh_network.config), 0
         )
-        session.ask(Check(need=0, torch=False, own=True))
+        session.ask("check", need=0, torch=False, own=True)
         (noisy / "go").touch()
         wait_until((noisy / "made").exists, TEST_TIMEOUT, "the noise")
         with pytest.raises(HostError, match="gpu1: it sends a malformed answer"):
-            session.ask(Check(need=0, torch=False, own=True))
+            session.ask("check", need=0, torch=False, own=True)
     finally:
         sessions.close()
 

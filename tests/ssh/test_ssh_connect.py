@@ -19,7 +19,6 @@ from ssh_network import SshNetwork, checked_output
 
 from clusterjob.core.hosts import Host, parse_hosts
 from clusterjob.errors import HostError
-from clusterjob.node.host_server.requests import DropCommand
 from clusterjob.remote import host_keys
 from clusterjob.remote.pool import Pool, TaskOutcome, complaint, for_each
 from clusterjob.remote.session import Session
@@ -610,4 +609,4 @@ def test_error_of_host_that_ends_early_is_read(pool: Pool, monkeypatch: pytest.M
         timeout=10.0,
     )
     with pytest.raises(HostError, match="no Python: there is no interpreter no-such-python"):
-        session.ask(DropCommand(1))
+        session.ask("up", job="x", node=0)

@@ -34,10 +34,10 @@ SIZE = {size!r}
 NAME = {name!r}
 asked = open({log!r}, "a")
 def answer(request):
-    if request["type"] == "Tree":
+    if request["call"] == "tree":
         asked.write(" ".join(request["paths"]) + "\\n")
         asked.flush()
-        rows = [(NAME or path, "file", 0o600, SIZE, 0, "") for path in request["paths"]]
+        rows = [(NAME or path, "file", 0o600, SIZE, 0, "", "") for path in request["paths"]]
         return {{"absent": []}}, b"".join(json.dumps(row).encode() + b"\\n" for row in rows)
     parts = [CONTENT[offset:offset + length] for _, offset, length in request["parts"]]
     return {{"lengths": [len(part) for part in parts]}}, b"".join(parts)

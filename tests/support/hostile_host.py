@@ -13,8 +13,10 @@ from procs import TEST_TIMEOUT
 from ssh_network import SshHost
 from sshsite import Site, close_connections
 
-# Reads the submitter's script up to the line with the zip's digest, then answers requests. `play`
-# defines `answer(request)`: it returns an object and bytes, or writes to `out` and returns None.
+# Reads the submitter's script up to the line with the zip's digest, then answers calls. `play`
+# defines `answer(request)`: it gets the arguments of a call and its name as ``call``, and returns
+# an object and bytes, or writes to `out` and returns None. The object may be the part of one job in
+# the answer of `poll`.
 _FAKE_SERVER = """
 import json, re, sys, time
 source, out = sys.stdin.buffer, sys.stdout.buffer
@@ -28,11 +30,16 @@ while not re.match(rb"[0-9a-f]{{64}} [0-9]+ ", source.readline()):
     pass
 say(b"clusterjob-session ready python3\\n")
 while line := source.readline():
-    request = json.loads(line)
-    source.read(request["size"])
-    found = answer(request)
+    sent = json.loads(line)
+    source.read(sent["size"])
+    found = answer({{**sent["arguments"], "call": sent["call"]}})
     if found is not None:
         header, data = found
+        if "known" in header:
+            header = {{"jobs": [header]}}
+        for each in header.get("jobs", ()):
+            header["clock"] = 1.0
+            each.setdefault("alive", False)
         say(json.dumps({{"size": len(data), **header}}).encode() + b"\\n" + data)
 """
 

@@ -8,7 +8,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from clusterjob.core.records import Handle, Record, Records, home, secure_home
+from clusterjob.core.records import Handle, ProcessIdentity, Record, Records, home, secure_home
 from clusterjob.node.logs.events import EventLog, Phase, PhaseBegin, PhaseLog
 from clusterjob.node.logs.job_dir import EVENTS
 from clusterjob.node.logs.log_files import Timeline, node_directory
@@ -20,7 +20,6 @@ from clusterjob.node.metrics.samples import (
     SampleWriter,
     WorkerSample,
 )
-from clusterjob.node.system import processes
 
 GIB = 1 << 30
 
@@ -38,7 +37,7 @@ class WrittenJob:
         self.nodes, self.per_node, self._step = nodes, ranks, 0
         secure_home()
         self.dir: Path = home() / "jobs" / job_id
-        me = processes.ProcessIdentity.of_this_process()
+        me = ProcessIdentity.of_this_process()
         handle = Handle(
             "local",
             job_id,

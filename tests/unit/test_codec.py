@@ -11,13 +11,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from clusterjob.node.host_server import requests
 from clusterjob.node.rendezvous import messages
 from clusterjob.node.system.codec import (
     Codec,
     Limit,
     MalformedMessageError,
-    UnknownMessageError,
 )
 from clusterjob.node.workers import forkserver_messages
 
@@ -27,7 +25,6 @@ CODECS = [
     forkserver_messages.FROM_AGENT,
     forkserver_messages.FROM_WORKER,
     forkserver_messages.FROM_FORKSERVER,
-    requests.REQUESTS,
 ]
 
 
@@ -46,8 +43,6 @@ class AllTypes:
     ranks: Annotated[tuple[int, ...], Limit(2)]
     inner: Inner
     variables: dict[str, str]
-    sizes: dict[str, Annotated[int, Limit(5)]]
-    parts: Annotated[tuple[tuple[str, int], ...], Limit(2)]
     note: str = ""
 
 
@@ -60,8 +55,6 @@ MESSAGE = AllTypes(
     ranks=(1, 2),
     inner=Inner(3),
     variables={"A": "b"},
-    sizes={"a": 5},
-    parts=(("x", 1), ("y", 2)),
 )
 CODEC = Codec(AllTypes)
 
@@ -91,9 +84,9 @@ def test_unknown_field_is_ignored() -> None:
 
 @pytest.mark.parametrize("name", ["Nothing", None, 7, ["AllTypes"], {}])
 def test_unknown_message_is_refused_by_name(name: object) -> None:
-    with pytest.raises(UnknownMessageError, match="unknown message") as refused:
+    with pytest.raises(MalformedMessageError) as refused:
         CODEC.decode(encoded(type=name))
-    assert refused.value.shown == repr(name)
+    assert str(refused.value) == f"unknown message {name!r}"
 
 
 @pytest.mark.parametrize("field", [field.name for field in dataclasses.fields(AllTypes)][:-1])
@@ -128,14 +121,6 @@ def test_missing_field_is_refused_by_name(field: str) -> None:
         ("inner", [1]),
         ("variables", {"A": 1}),
         ("variables", []),
-        ("sizes", {"a": 6}),
-        ("sizes", {"a": "5"}),
-        ("sizes", [["a", 5]]),
-        ("parts", [["x"]]),
-        ("parts", [["x", 1, 2]]),
-        ("parts", [[1, "x"]]),
-        ("parts", [["x", 1], ["x", 1], ["x", 1]]),
-        ("parts", [{"x": 1}]),
     ],
 )
 def test_wrong_value_is_refused_with_field_name(field: str, value: object) -> None:
@@ -176,8 +161,3 @@ def test_message_for_many_peers_is_encoded_once() -> None:
     assert json.loads(text) == {"type": "Refused", "why": "first"}
     other = messages.FROM_COORDINATOR.encode_json(messages.Refused("other"))
     assert json.loads(other) == {"type": "Refused", "why": "other"}
-
-
-def test_message_of_another_codec_is_not_encoded() -> None:
-    with pytest.raises(TypeError, match="Inner"):
-        CODEC.encode(Inner(1))

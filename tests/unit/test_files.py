@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import stat
-import threading
 from pathlib import Path
 
 import pytest
@@ -51,34 +50,6 @@ def test_failed_write_keeps_old_content_and_leaves_no_temporary_file(
         files.write_atomic(path, b"new")
     assert path.read_bytes() == b"old"
     assert os.listdir(tmp_path) == ["file"]
-
-
-def test_write_over_directory_fails_and_leaves_no_temporary_file(tmp_path: Path) -> None:
-    (tmp_path / "taken").mkdir()
-    with pytest.raises(OSError, match="directory"):
-        files.write_atomic(tmp_path / "taken", b"x")
-    assert os.listdir(tmp_path) == ["taken"]
-
-
-def test_readers_never_see_partial_content(tmp_path: Path) -> None:
-    path = tmp_path / "file"
-    contents = [bytes([letter]) * 300_000 for letter in b"abcd"]
-    files.write_atomic(path, contents[0])
-    stop = threading.Event()
-    partial_reads: list[bytes] = []
-
-    def read() -> None:
-        while not stop.is_set():
-            if (seen := path.read_bytes()) not in contents:
-                partial_reads.append(seen)
-
-    reader = threading.Thread(target=read)
-    reader.start()
-    for round_number in range(60):
-        files.write_atomic(path, contents[round_number % 4])
-    stop.set()
-    reader.join()
-    assert not partial_reads
 
 
 @given(json_values)

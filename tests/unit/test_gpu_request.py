@@ -226,7 +226,8 @@ def test_local_nodes_cannot_share_chosen_gpus(tmp_path: Path) -> None:
 def test_local_job_with_auto_counts_the_idle_gpus(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(host_gpus, "idle_count", lambda _environ: 5)
+    monkeypatch.setattr(host_gpus, "pick", lambda *_, **__: dict.fromkeys("abcde", -1))
+    monkeypatch.setattr(host_gpus, "release", lambda _locks: None)
 
     def counted(**flags: Any) -> tuple[int | None, int]:
         spec = gpu_assignment.counted(spec_of(tmp_path, gpus="auto", **flags))

@@ -14,6 +14,7 @@ from nvidia import FakeSmi
 from procs import TEST_TIMEOUT
 
 from clusterjob.node.host_server import gpus
+from clusterjob.node.system import devices
 
 GIB = 1 << 30
 
@@ -22,15 +23,13 @@ GIB = 1 << 30
 def smi(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeSmi]:
     smi = FakeSmi(tmp_path / "smi")
     monkeypatch.setenv("PATH", f"{smi.directory}:{os.environ['PATH']}")
-    monkeypatch.setattr(gpus, "lock_directories", lambda: [smi.directory])
+    monkeypatch.setattr(gpus, "lock_directory", lambda: smi.directory)
     return smi
 
 
-def uuids_of(reservation: gpus.Reservation) -> list[str]:
-    try:
-        return [gpu.uuid for gpu in reservation.gpus]
-    finally:
-        reservation.release()
+def uuids_of(locks: gpus.Locks) -> list[str]:
+    gpus.release(locks)
+    return list(locks)
 
 
 def test_read_gpus_parses_memory_and_processes(smi: FakeSmi) -> None:
@@ -75,7 +74,7 @@ def test_failing_nvidia_smi_raises_its_output(smi: FakeSmi) -> None:
         ("GPU-0003, 1", [3, 1]),
         ("-1", []),
         ("x", []),
-        ("2,MIG-1", [2, 4 + 1]),  # a MIG device follows the host's four GPUs
+        ("2,MIG-1", [2]),
     ],
 )
 def test_visible_gpus_follow_cuda_visible_devices(
@@ -95,7 +94,10 @@ def test_visible_gpus_follow_cuda_visible_devices(
         ("none", []),
     ],
 )
-def test_host_server_shares_the_gpus_that_its_login_sees(listed: str, found: list[str]) -> None:
+def test_host_server_shares_the_gpus_that_its_login_sees(
+    monkeypatch: pytest.MonkeyPatch, listed: str, found: list[str]
+) -> None:
+    monkeypatch.setattr(devices, "visible_gpus", lambda _environ: 8)
     environ = {"CUDA_VISIBLE_DEVICES": listed}
     with pytest.raises(gpus.TooFewGpusError, match=f"^{len(found)} GPUs"):
         gpus.share(len(found) + 1, environ)
@@ -111,21 +113,9 @@ def test_pick_auto_returns_idle_visible_gpus(smi: FakeSmi) -> None:
         "GPU-0003"
     ]
     assert uuids_of(gpus.pick("a", "auto", count=None, environ={})) == ["GPU-0000", "GPU-0003"]
-    assert gpus.idle_count({}) == 2
     held = gpus.pick("a", "auto", count=1, environ={})
-    assert gpus.idle_count({}) == 1
-    held.release()
-
-
-def test_pick_of_all_idle_gpus_without_one_names_holders(smi: FakeSmi) -> None:
-    smi.set_gpus([3, 2000])
-    held = gpus.pick("other-job", "auto", count=None, environ={})
-    with pytest.raises(gpus.TooFewGpusError) as caught:
-        gpus.idle_count({})
-    held.release()
-    assert str(caught.value) == (
-        "no GPU is idle: 0 job other-job; 1 NVIDIA H100, 80GB: 2.1 of 86 GB used"
-    )
+    assert uuids_of(gpus.pick("b", "auto", count=None, environ={})) == ["GPU-0003"]
+    gpus.release(held)
 
 
 def test_pick_with_too_few_idle_gpus_names_holders(smi: FakeSmi) -> None:
@@ -133,7 +123,9 @@ def test_pick_with_too_few_idle_gpus_names_holders(smi: FakeSmi) -> None:
     held = gpus.pick("other-job", "auto", count=1, environ={})
     with pytest.raises(gpus.TooFewGpusError) as caught:
         gpus.pick("mine", "auto", count=2, environ={})
-    held.release()
+    with pytest.raises(gpus.TooFewGpusError, match=r"^no GPU is idle: 0 job other-job; 1 NVIDIA"):
+        gpus.pick("mine", "auto", count=None, environ={})
+    gpus.release(held)
     text = str(caught.value)
     assert text.startswith(
         "0 idle GPUs where 2 are asked for: 0 job other-job;"
@@ -148,10 +140,10 @@ def test_pick_with_too_few_idle_gpus_names_holders(smi: FakeSmi) -> None:
 def test_pick_of_listed_gpus_refuses_held_and_missing_gpus(smi: FakeSmi) -> None:
     smi.set_gpus([3, 2000, 3], {2: [(1, "trainer")]})
     held = gpus.pick("a", "2,1", count=2, environ={})
-    assert [gpu.uuid for gpu in held.gpus] == ["GPU-0002", "GPU-0001"]
+    assert [*held] == ["GPU-0002", "GPU-0001"]
     with pytest.raises(gpus.TooFewGpusError, match="GPU 1 is held by job a"):
         gpus.pick("b", "0,1", count=2, environ={})
-    held.release()
+    gpus.release(held)
     with pytest.raises(gpus.TooFewGpusError, match="GPU 7 does not exist; existing GPUs: 0, 1, 2"):
         gpus.pick("b", "7", count=1, environ={})
 
@@ -161,10 +153,10 @@ def test_concurrent_picks_return_different_gpus(smi: FakeSmi) -> None:
 import os, sys
 from clusterjob.node.host_server import gpus
 from pathlib import Path
-gpus.lock_directories = lambda: [Path(sys.argv[1])]
+gpus.lock_directory = lambda: Path(sys.argv[1])
 try:
     held = gpus.pick(str(os.getpid()), "auto", 1, {})
-    print(held.gpus[0].uuid, flush=True)
+    print(*held, flush=True)
 except gpus.TooFewGpusError:
     print("none", flush=True)
 sys.stdin.read()
@@ -188,8 +180,8 @@ sys.stdin.read()
 
 def test_reservation_lasts_until_inheriting_process_exits(smi: FakeSmi) -> None:
     held = gpus.pick("a", "auto", count=4, environ={})
-    child = subprocess.Popen(["sleep", "1000"], pass_fds=held.descriptors)
-    held.release()
+    child = subprocess.Popen(["sleep", "1000"], pass_fds=tuple(held.values()))
+    gpus.release(held)
     try:
         with pytest.raises(gpus.TooFewGpusError, match="0 job a; 1 job a"):
             gpus.pick("b", "auto", count=1, environ={})
@@ -204,9 +196,6 @@ def test_reservation_lasts_until_inheriting_process_exits(smi: FakeSmi) -> None:
     ]
 
 
-def test_lock_directories_are_private_to_user() -> None:
-    directories = gpus.lock_directories()
-    assert directories
-    for path in directories:
-        assert path.stat().st_mode & 0o777 == 0o700
-        assert path.stat().st_uid == os.getuid()
+def test_lock_directory_is_private_to_user() -> None:
+    status = gpus.lock_directory().stat()
+    assert (status.st_mode & 0o777, status.st_uid) == (0o700, os.getuid())

@@ -246,7 +246,7 @@ def test_node_lines_are_labelled_and_harmless(capsys: pytest.CaptureFixture[str]
 
 @pytest.mark.parametrize("end", [b"[" * 30_000, b'{"code":' * 3_000])
 def test_deeply_nested_end_of_node_is_one_error(record: Callable[..., Record], end: bytes) -> None:
-    frame = struct.pack(">BII", streams.EXIT, 0, len(end)) + end + b"\n"
+    frame = struct.pack(">BII", streams.CONTROL, 0, len(end)) + end + b"\n"
     backend = Backend(JobState.RUNNING, "", streams.MARKER + b"{}\n" + frame)
     made = record(backend)
     entered = connection.enter(made, connection.check(made), {})
@@ -258,7 +258,7 @@ def test_node_that_reads_nothing_after_the_end_does_not_block(
     record: Callable[..., Record],
 ) -> None:
     end = b'{"code": 3, "ended": false}'
-    frame = struct.pack(">BII", streams.EXIT, 0, len(end)) + end + b"\n"
+    frame = struct.pack(">BII", streams.CONTROL, 0, len(end)) + end + b"\n"
     backend = Backend(JobState.RUNNING, "", streams.MARKER + b"{}\n" + frame)
     made = record(backend)
     entered = connection.enter(made, connection.check(made), {})

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import itertools
 import os
+import socket
 import struct
 from collections.abc import Iterator
-from contextlib import ExitStack
 
 import pytest
 from hypothesis import given
@@ -21,40 +21,40 @@ class Pair:
 
     def __init__(self) -> None:
         self.controls: list[tuple[int, int, bytes]] = []
-        there, back = os.pipe(), os.pipe()
-        self.descriptors = [*there, *back]
-        self.near = Streams(back[0], there[1], control=self._note)
-        self.far = Streams(there[0], back[1], control=self._note)
-
-    def _note(self, kind: int, number: int, payload: bytes) -> None:
-        self.controls.append((kind, number, payload))
+        self.ends = socket.socketpair()
+        self.near, self.far = (
+            Streams(end.fileno(), end.fileno(), control=lambda *seen: self.controls.append(seen))
+            for end in self.ends
+        )
 
     def step(self, times: int = 1) -> None:
         for _ in range(times):
-            for side in (self.near, self.far):
-                side.step(0.0)
-
-    def pipe(self) -> tuple[int, int]:
-        ends = os.pipe()
-        self.descriptors += ends
-        for end in ends:
-            os.set_blocking(end, False)
-        return ends
+            self.near.step(0.0)
+            self.far.step(0.0)
 
 
 @pytest.fixture
 def pair() -> Iterator[Pair]:
-    with ExitStack() as stack:
-        made = Pair()
-        stack.callback(lambda: [os.close(each) for each in made.descriptors])
-        yield made
+    made = Pair()
+    yield made
+    for end in made.ends:
+        end.close()
+
+
+@pytest.fixture
+def ends() -> Iterator[tuple[socket.socket, socket.socket]]:
+    """Return the ends of a local stream."""
+    near, far = socket.socketpair()
+    near.setblocking(False)
+    with near, far:
+        yield near, far
 
 
 def feeder(received: list[bytes]) -> Streams:
     """Return streams whose connection is never used: frames are fed to them."""
     connection = Streams.__new__(Streams)
     connection.__dict__.update(
-        closed=False, _deaf=False, streams={}, _received=bytearray(), _unsent=bytearray(),
+        closed=False, _deaf=False, streams={}, _received=bytearray(), unsent=bytearray(),
         _reader=-1, _writer=-1, _control=lambda *_: None,
     )  # fmt: skip
     connection.add(Stream(1, sink=received.append))
@@ -65,19 +65,21 @@ def frame(kind: int, number: int, payload: bytes) -> bytes:
     return struct.pack(">BII", kind, number, len(payload)) + payload + b"\n"
 
 
-def test_bytes_and_end_arrive_in_order(pair: Pair) -> None:
-    source, received = pair.pipe(), []
-    ends: list[str] = []
-    pair.near.add(Stream(1, source=source[0]))
-    pair.far.add(Stream(1, sink=received.append, close_sink=lambda: ends.append("end")))
-    for number in range(50):
-        os.write(source[1], b"%d\n" % number * 100)
+Ends = tuple[socket.socket, socket.socket]
+
+
+def test_bytes_and_end_arrive_in_order(pair: Pair, ends: Ends) -> None:
+    source, writer = ends
+    received: list[bytes] = []
+    pair.near.add(Stream(1, source=source.fileno()))
+    pair.far.add(Stream(1, sink=received.append, close_sink=lambda: received.append(b"end")))
+    sent = [b"%d\n" % number * 100 for number in range(50)]
+    for data in sent:
+        writer.sendall(data)
         pair.step(3)
-    os.close(source[1])
-    pair.descriptors.remove(source[1])
+    writer.close()
     pair.step(20)
-    assert b"".join(received) == b"".join(b"%d\n" % number * 100 for number in range(50))
-    assert ends == ["end"]
+    assert b"".join(received) == b"".join([*sent, b"end"])
     assert not pair.near.streams
     assert not pair.far.streams
 
@@ -86,61 +88,51 @@ def test_last_frames_are_read_after_the_other_side_takes_nothing_more(pair: Pair
     """A program that has sent its last bytes and its end does not wait for grants."""
     received: list[bytes] = []
     pair.near.add(Stream(1, sink=received.append))
-    reader, writer = pair.descriptors[0], pair.descriptors[3]
-    os.close(reader)
+    _, other = pair.ends
+    other.sendall(frame(streams.DATA, 1, b"last") + frame(streams.CONTROL, 0, b"7"))
+    other.shutdown(socket.SHUT_RD)
     pair.near.send(streams.ALIVE)
-    pair.near.step(0.0)
-    os.write(writer, frame(streams.DATA, 1, b"last") + frame(streams.EXIT, 0, b"7"))
-    os.close(writer)
-    pair.descriptors = [each for each in pair.descriptors if each not in (reader, writer)]
+    other.close()
     for _ in range(3):
         pair.near.step(0.0)
-    assert (received, pair.controls) == ([b"last"], [(streams.EXIT, 0, b"7")])
+    assert (received, pair.controls) == ([b"last"], [(streams.CONTROL, 0, b"7")])
     assert pair.near.closed
 
 
-def test_unread_stream_stops_at_its_window_and_others_continue(pair: Pair) -> None:
-    zeros = os.open("/dev/zero", os.O_RDONLY)
-    pair.descriptors.append(zeros)
-    blocked, source, received = pair.pipe(), pair.pipe(), []
-    pair.near.add(Stream(1, source=zeros))
-    unread = Stream(1, sink=blocked[1])
-    pair.far.add(unread)
-    pair.near.add(Stream(2, source=source[0]))
-    pair.far.add(Stream(2, sink=received.append))
-    pair.step(300)
-    held = len(unread.waiting)
-    assert 0 < held <= streams.WINDOW
-    os.write(source[1], b"still here")
-    pair.step(5)
-    assert received == [b"still here"]
-    assert len(unread.waiting) == held
-    os.read(blocked[0], 1 << 16)
-    pair.step(5)
-    assert pair.near.streams[1].credit <= 1 << 16
+def test_unread_stream_stops_at_its_window_and_others_continue(pair: Pair, ends: Ends) -> None:
+    source, writer = ends
+    reader, blocked = os.pipe()
+    os.set_blocking(blocked, False)
+    received: list[bytes] = []
+    unread = Stream(1, sink=blocked, close_sink=lambda: os.close(blocked))
+    with open("/dev/zero", "rb") as zeros, open(reader, "rb") as output:
+        pair.near.add(Stream(1, source=zeros.fileno()))
+        pair.far.add(unread)
+        pair.near.add(Stream(2, source=source.fileno()))
+        pair.far.add(Stream(2, sink=received.append))
+        pair.step(300)
+        held = len(unread.waiting)
+        assert 0 < held <= streams.WINDOW
+        writer.sendall(b"still here")
+        pair.step(5)
+        assert received == [b"still here"]
+        assert len(unread.waiting) == held
+        output.read(1 << 16)
+        pair.step(20)
+        assert output.read(1 << 16) == bytes(1 << 16)
+    unread.end_sink()
 
 
-def test_broken_sink_stops_the_source(pair: Pair) -> None:
-    zeros, broken = os.open("/dev/zero", os.O_RDONLY), pair.pipe()
+def test_broken_sink_stops_the_source(pair: Pair, ends: Ends) -> None:
+    broken, other = ends
+    other.close()
     closed: list[int] = []
-    os.close(broken[0])
-    pair.descriptors.remove(broken[0])
-    pair.near.add(
-        Stream(1, source=zeros, close_source=lambda: closed.append(os.close(zeros) or zeros))
-    )
-    pair.far.add(Stream(1, sink=broken[1]))
-    pair.step(10)
-    assert closed == [zeros]
+    with open("/dev/zero", "rb") as zeros:
+        pair.near.add(Stream(1, source=zeros.fileno(), close_source=lambda: closed.append(1)))
+        pair.far.add(Stream(1, sink=broken.fileno()))
+        pair.step(10)
+    assert closed == [1]
     assert pair.controls == [(streams.RESET, 1, b"Broken pipe")]
-
-
-def test_end_of_connection_is_seen(pair: Pair) -> None:
-    for each in pair.descriptors[2:4]:
-        os.close(each)
-    del pair.descriptors[2:4]
-    pair.near.send(streams.ALIVE)
-    pair.near.closed or pair.near.step(0.0)
-    assert pair.near.closed
 
 
 @given(data=st.binary(max_size=5000), cuts=st.lists(st.integers(1, 5000), max_size=8))
@@ -154,17 +146,6 @@ def test_frames_may_arrive_in_any_pieces(data: bytes, cuts: list[int]) -> None:
     for begin, end in itertools.pairwise(bounds):
         connection.feed(text[begin:end])
     assert b"".join(received) == data
-
-
-@given(st.binary(max_size=300))
-def test_hostile_bytes_raise_nothing_but_frame_errors(data: bytes) -> None:
-    received: list[bytes] = []
-    connection = feeder(received)
-    try:
-        connection.feed(data)
-    except FrameError:
-        pass
-    assert sum(map(len, received)) <= len(data)
 
 
 @given(
@@ -182,27 +163,17 @@ def test_hostile_frames_raise_nothing_but_frame_errors(
     assert all(stream.credit <= streams.WINDOW for stream in connection.streams.values())
 
 
-def test_more_bytes_than_the_window_are_refused(pair: Pair) -> None:
+def test_more_bytes_than_the_window_are_refused() -> None:
     connection = feeder([])
-    connection.add(Stream(2, sink=pair.pipe()[1]))
-    data = frame(streams.DATA, 2, bytes(30_000)) * (2 + (streams.WINDOW + (1 << 16)) // 30_000)
+    connection.add(Stream(2, sink=1 << 20))  # a descriptor that is never written
+    data = frame(streams.DATA, 2, bytes(30_000)) * (1 + streams.WINDOW // 30_000)
     with pytest.raises(FrameError, match="window"):
         connection.feed(data)
 
 
-@pytest.mark.parametrize(
-    "data",
-    [
-        frame(streams.DATA, 1, b"x")[:-1] + b"?",
-        struct.pack(">BII", streams.DATA, 1, streams.MAX_PAYLOAD + 1),
-        struct.pack(">BII", 77, 1, 0),
-        frame(streams.GRANT, 1, b"\xff"),
-    ],
-    ids=["end", "size", "kind", "grant"],
-)
-def test_wrong_frames_are_refused(data: bytes) -> None:
+def test_longer_frame_than_allowed_is_refused() -> None:
     with pytest.raises(FrameError):
-        feeder([]).feed(data)
+        feeder([]).feed(struct.pack(">BII", streams.DATA, 1, streams.MAX_PAYLOAD + 1))
 
 
 def test_side_that_never_reads_needs_no_memory(pair: Pair) -> None:
@@ -211,4 +182,4 @@ def test_side_that_never_reads_needs_no_memory(pair: Pair) -> None:
     for _ in range(40):
         pair.far.feed(frame(streams.DATA, 1, b"") * 1000 + frame(streams.DATA, 1, b"x") * 1000)
         pair.far.step(0.0)
-    assert len(pair.far._unsent) < 1 << 18
+    assert len(pair.far.unsent) < 1 << 18

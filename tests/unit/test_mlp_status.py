@@ -22,11 +22,10 @@ from clusterjob.backends.batch_command.platform import Instance, Platform, Task
 from clusterjob.backends.mlp import client
 from clusterjob.backends.mlp.backend import MlpBackend
 from clusterjob.backends.mlp.client import Volc
-from clusterjob.core.records import Handle, Record
+from clusterjob.core.records import Handle, ProcessIdentity, Record
 from clusterjob.errors import ClusterJobError, SubmitError, SubmitInDoubtError
 from clusterjob.node.logs import ends
 from clusterjob.node.logs.events import now
-from clusterjob.node.system.processes import ProcessIdentity
 from clusterjob.node.verdict import JobState
 
 Rows = list[dict[str, Any]]

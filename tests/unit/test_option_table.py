@@ -101,7 +101,7 @@ def test_flags_and_variables_of_the_table_are_unique() -> None:
 def test_every_launch_option_is_parsed_from_its_own_arguments(tmp_path: Path) -> None:
     changed = LaunchOptions(
         Program("script", "train.py", args=("a",)),
-        nproc_per_node=3,
+        nproc_per_node="gpu",
         gpus="0,1",
         cpus_per_task=2,
         max_restarts=4,
@@ -109,7 +109,7 @@ def test_every_launch_option_is_parsed_from_its_own_arguments(tmp_path: Path) ->
         preflight="warn",
         start="fork",
         launcher="torchrun",
-        time_limit=60.0,
+        time_limit=1209601.0,  # not rounded to 1.2096e+06
         join_timeout=7.0,
         heartbeat=1.5,
         lease=9.0,

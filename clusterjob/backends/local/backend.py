@@ -29,6 +29,7 @@ from clusterjob.core.render import render, sh
 from clusterjob.core.spec import JobSpec
 from clusterjob.doctor.engine import Check, CheckStep, run_checks
 from clusterjob.errors import ClusterJobError, SpecError, SubmitError
+from clusterjob.node.host_server import gpus
 from clusterjob.node.logs import ends
 from clusterjob.node.logs.job_dir import AGENT_LOG
 from clusterjob.node.logs.log_files import node_directory
@@ -131,7 +132,7 @@ class LocalBackend:
             SubmitError: an agent cannot be started; the agents that already run are stopped.
         """
         started: list[dict[str, int]] = []
-        of_nodes, reserved = gpu_assignment.reserve(plan)
+        of_nodes, locks = gpu_assignment.reserve(plan)
         lifelines = self._lifelines.setdefault(plan.job_id, [])
         try:
             for command in plan.commands:
@@ -143,7 +144,7 @@ class LocalBackend:
                     folder / AGENT_LOG,
                     hidden=plan.spec.hidden_variables,
                     stdin=None if command.node_rank else self.stdin,
-                    locks=reserved.descriptors if reserved else (),
+                    locks=tuple(locks.values()),
                 )
                 lifelines.append(lifeline)
                 started.append(
@@ -158,8 +159,7 @@ class LocalBackend:
             processes.end_groups([agent["pid"] for agent in started], _CANCEL_TIMEOUT)
             raise SubmitError(f"an agent cannot be started: {error.strerror or error}") from error
         finally:
-            if reserved is not None:
-                reserved.release()  # the agents and their children hold the locks
+            gpus.release(locks)  # the agents and their children hold them
         return Handle(
             NAME,
             plan.job_id,

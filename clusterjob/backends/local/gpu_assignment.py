@@ -51,9 +51,11 @@ def counted(spec: JobSpec) -> JobSpec:
 def _idle(nodes: int) -> int:
     """Return the number of idle GPUs for each node."""
     try:
-        count = host_gpus.idle_count(os.environ)
+        locks = host_gpus.pick("", IDLE, count=None, environ=os.environ)
     except (host_gpus.TooFewGpusError, OSError) as error:
         raise SubmitError(f"--gpus {IDLE}: {error}", "nvidia-smi shows the GPUs") from error
+    host_gpus.release(locks)
+    count = len(locks)
     if count < nodes:
         raise SubmitError(f"--gpus {IDLE}: {count} idle GPUs for {nodes} nodes", "lower --nodes")
     return count // nodes
@@ -89,26 +91,25 @@ def of_nodes(spec: JobSpec) -> tuple[list[dict[str, str]], list[str]]:
     return [{_VARIABLE: ",".join(share)} for share in shares], notes
 
 
-def reserve(plan: Plan) -> tuple[list[dict[str, str]], host_gpus.Reservation | None]:
+def reserve(plan: Plan) -> tuple[list[dict[str, str]], host_gpus.Locks]:
     """Lock the chosen or idle GPUs of a job, so that no other job chooses them.
 
     Returns:
-        The device variables of each node, and the locks, which the agents inherit; nothing and
-        None if the job chooses no GPUs.
+        The device variables of each node, and the locks, which the agents inherit; nothing if the
+        job chooses no GPUs.
 
     Raises:
         SubmitError: a GPU does not exist, is not idle, or is locked by another job.
     """
     spec = plan.spec
     if not spec.gpus:
-        return [], None
+        return [], {}
     nodes, per_node = spec.resources.nodes, spec.resources.gpus_per_node or 0
     try:
-        held = host_gpus.pick(plan.job_id, spec.gpus, count=nodes * per_node, environ=os.environ)
+        locks = host_gpus.pick(plan.job_id, spec.gpus, count=nodes * per_node, environ=os.environ)
     except (host_gpus.TooFewGpusError, OSError) as error:
         raise SubmitError(
             f"--gpus {shown(spec.gpus)}: {error}", "nvidia-smi shows the GPUs"
         ) from error
-    names = [gpu.uuid for gpu in held.gpus]
-    shares = gpus.shares(names, nodes, per_node=per_node) or []
-    return [{_VARIABLE: ",".join(share)} for share in shares], held
+    shares = gpus.shares(list(locks), nodes, per_node=per_node) or []
+    return [{_VARIABLE: ",".join(share)} for share in shares], locks

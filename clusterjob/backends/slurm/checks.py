@@ -23,7 +23,6 @@ from clusterjob.doctor import fitness
 from clusterjob.doctor.engine import CheckFinding, CheckStep, failed, listed, ok, unknown, warning
 from clusterjob.doctor.this_machine import directory_checks
 from clusterjob.errors import SubmitError
-from clusterjob.node.host_server.requests import Check
 from clusterjob.node.verdict import JobState
 
 if TYPE_CHECKING:
@@ -118,7 +117,7 @@ class SlurmCluster:
 
     def _login(self) -> Iterator[CheckFinding]:
         assert self._host is not None
-        answer, _ = self._host.ask(Check(need=0, torch=False, own=False))
+        answer, _ = self._host.ask("check", need=0, torch=False, own=False)
         self._remote_home = answer["home"]
         for error in answer["errors"]:
             yield failed(

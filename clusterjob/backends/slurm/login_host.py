@@ -21,7 +21,6 @@ from clusterjob.core.hosts import Host, parse_hosts
 from clusterjob.core.plans import Plan
 from clusterjob.core.records import Record
 from clusterjob.errors import HostError, SpecError, SubmitError
-from clusterjob.node.host_server.requests import Check, HostRequest, Remove, RequestStop
 from clusterjob.node.logs.job_dir import COMPLETE, LOGS
 from clusterjob.remote import ssh_options
 from clusterjob.remote.channel_link import ChannelLink
@@ -133,21 +132,23 @@ class LoginHost:
         """
         return self._sessions.session(self._place, 0)
 
-    def ask(self, request: HostRequest, *, bulk: bool = False) -> tuple[dict[str, Any], bytes]:
-        """Send a request to the host; see `clusterjob.remote.session.Session.ask`.
+    def ask(
+        self, call: str, *, bulk: bool = False, **arguments: Any
+    ) -> tuple[dict[str, Any], bytes]:
+        """Call a function of the host server; see `clusterjob.remote.session.Session.ask`.
 
         Raises:
-            HostError: there is no answer, or the request failed on the host.
+            HostError: there is no answer, or the call failed on the host.
         """
-        return self.session().ask(request, bulk=bulk)
+        return self.session().ask(call, bulk=bulk, **arguments)
 
-    def take_over(self, request: HostRequest) -> ChannelLink:
-        """Send a request to a session of its own, and return the streams of its process.
+    def take_over(self, argv: Sequence[str]) -> ChannelLink:
+        """Run a scheduler command in a session of its own, and return its streams.
 
         Raises:
             HostError: the host cannot be used.
         """
-        return ChannelLink(*self._sessions.new_session(self._place, 0).take_over(request))
+        return ChannelLink(*self._sessions.new_session(self._place, 0).take_over(argv))
 
     # -- commands ----------------------------------------------------------------------------------
 
@@ -224,7 +225,7 @@ class LoginHost:
         Raises:
             HostError: the host does not answer.
         """
-        self.ask(RequestStop(tuple(names), interrupt=interrupt, stacks=stacks))
+        self.ask("request_stop", jobs=list(names), interrupt=interrupt, stacks=stacks)
 
     # -- submitting --------------------------------------------------------------------------------
 
@@ -242,7 +243,7 @@ class LoginHost:
         size = sum(len(file.data) for file in plan.files)
         if plan.spec.sync and (env := python_env.read(plan.spec)) is not None:
             size += env.size
-        answer, _ = self.ask(Check(shared.LOG_SPACE + size, torch=False, own=False))
+        answer, _ = self.ask("check", need=shared.LOG_SPACE + size, torch=False, own=False)
         if answer["errors"]:
             raise HostError(self.label, "; ".join(answer["errors"]))
         directory = f"{answer['home']}/jobs/{plan.job_id}"
@@ -286,7 +287,7 @@ class LoginHost:
     def remove(self, job_id: str) -> None:
         """Delete the job's directory on the host, if the host is reachable."""
         with contextlib.suppress(HostError):
-            self.ask(Remove(job_id))
+            self.ask("remove", job=job_id)
 
 
 class LoginHosts:

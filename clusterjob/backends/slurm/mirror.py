@@ -3,28 +3,18 @@
 from __future__ import annotations
 
 import itertools
-import re
-from collections.abc import Callable, Iterable, Sequence
-from pathlib import Path
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from clusterjob.core.records import Record
 from clusterjob.errors import HostError
-from clusterjob.node.host_server.requests import JobToPoll, PollJobs
-from clusterjob.node.logs.job_dir import ENDS, LOGS, RESULT, SLURM_LOG, event_files
-from clusterjob.remote.mirror import LOG_BYTES, Volume, check_progress, contents, keep
+from clusterjob.remote.mirror import LOG_BYTES, Volume, check_progress, contents, held, keep
 
 _AT_ONCE = 500  # maximum number of jobs in one request
 _STATUS_BYTES = 1 << 20  # maximum bytes of one answer with only the status of the jobs
-# The files that the login host may send: replaced files, and growing files for each mode of
-# `JobToPoll.logs` (no logs, only stderr files, all logs).
-_REPLACED = re.compile(r"result\.json|ends/\w[\w.-]*", re.ASCII)
-_ALWAYS = r"events(?:\.\d{1,4}\.node\d{1,7})?\.jsonl|logs/slurm\.out"
-_GROWN = {
-    "none": re.compile(_ALWAYS),
-    "last": re.compile(rf"{_ALWAYS}|logs/node\d+/\w[\w.-]*\.err", re.ASCII),
-    "all": re.compile(rf"{_ALWAYS}|logs/node\d+/\w[\w.-]*", re.ASCII),
-}
+# The files that the login host may send; results before the verdict: after that the job has ended.
+_GROWN = ["events.jsonl", "events.*.jsonl", "logs/slurm.out"]
+_REPLACED = ["ends/*", "result.json"]
 
 
 class ClusterMirror:
@@ -56,10 +46,10 @@ class ClusterMirror:
         more: dict[str, bool] = {}
         for begin in range(0, len(wanted), _AT_ONCE):
             chunk = wanted[begin : begin + _AT_ONCE]
-            asked = tuple(self._asked(record, logs=logs) for record, logs in chunk)
-            bulk = any(job.logs != "none" for job in asked)
+            asked = [self._asked(record, logs=logs) for record, logs in chunk]
+            bulk = any(len(job["grown"]) > len(_GROWN) for job in asked)
             most = LOG_BYTES if bulk else _STATUS_BYTES
-            answer, data = ask(PollJobs(most, asked), bulk=bulk)
+            answer, data = ask("poll", jobs=asked, most=most, bulk=bulk)
             found = answer["jobs"]
             if len(found) != len(chunk):
                 raise HostError(
@@ -73,64 +63,33 @@ class ClusterMirror:
             for (record, _), had, one in zip(chunk, asked, found, strict=True):
                 self._volumes.setdefault(
                     record.job_id, Volume(self._label, record.job_dir, nodes=record.nodes)
-                ).check([*had.sizes, *had.stamps], one["files"])
+                ).check([*had["sizes"], *had["stamps"]], one["files"])
                 for file, content in itertools.islice(parts, len(one["files"])):
-                    self._take(record, had, file, content)
+                    keep(
+                        self._label,
+                        record.job_dir,
+                        file=file,
+                        content=content,
+                        sizes=had["sizes"],
+                        stamps=self._stamps[record.job_id],
+                        grown=had["grown"] + had["late"],
+                        replaced=_REPLACED,
+                    )
                 more[record.job_id] = one["more"]
         return more
 
-    def _asked(self, record: Record, *, logs: bool) -> JobToPoll:
+    def _asked(self, record: Record, *, logs: bool) -> dict[str, Any]:
         """Return a job's part of the request, with the local version of each file."""
         known = self._stamps.setdefault(record.job_id, {})
-        replaced = [*_files_in(record.job_dir / ENDS), record.job_dir / RESULT]
-        grown = [*event_files(record.job_dir), record.job_dir / LOGS / SLURM_LOG]
+        grown = [*(["logs/node*/*"] if logs else []), *_GROWN]
         # With --launcher srun, the root cause is found in the last lines of the workers' stderr.
-        mode = "all" if logs else "last" if record.job.launcher == "srun" else "none"
-        if mode != "none":
-            grown += [
-                path
-                for node in _files_in(record.job_dir / LOGS)
-                if node.is_dir()
-                for path in _files_in(node)
-            ]
-
-        def by_name(paths: Iterable[Path]) -> dict[str, Path]:
-            return {str(path.relative_to(record.job_dir)): path for path in paths if path.exists()}
-
-        return JobToPoll(
-            record.directory_name,
-            mode,
-            sizes={name: path.stat().st_size for name, path in by_name(grown).items()},
-            stamps={name: known.get(name, "") for name in by_name(replaced)},
-        )
-
-    def _take(self, record: Record, had: JobToPoll, file: dict[str, Any], content: bytes) -> None:
-        name = file["path"]
-        one_kind = ("offset" in file) + ("stamp" in file) + bool(file.get("gone")) == 1
-        form = _GROWN[had.logs] if "offset" in file else _REPLACED
-        if (
-            not form.fullmatch(name)
-            or not one_kind
-            or ("offset" in file and file["offset"] != had.sizes.get(name, 0))
-        ):
-            raise HostError(self._label, f"it sends a file that was not asked for: {name[:80]!r}")
-        stamps = self._stamps[record.job_id]
-        if not file.get("gone"):
-            keep(self._label, record.job_dir, file=file, content=content, stamps=stamps)
-            return
-        try:
-            (record.job_dir / name).unlink(missing_ok=True)
-        except OSError as error:
-            raise HostError(
-                self._label,
-                "cannot remove a file that the host has deleted:"
-                f" {error.strerror}: {record.job_dir / name}",
-            ) from error
-        stamps.pop(name, None)
-
-
-def _files_in(folder: Path) -> list[Path]:
-    try:
-        return [path for path in folder.iterdir() if not path.name.startswith(".")]
-    except OSError:
-        return []
+        late = ["logs/node*/*.err"] if record.job.launcher == "srun" and not logs else []
+        return {
+            "job": record.directory_name,
+            "node": None,
+            "grown": grown,
+            "late": late,
+            "replaced": _REPLACED,
+            "sizes": held(record.job_dir, grown + late),
+            "stamps": {name: known.get(name, "") for name in held(record.job_dir, _REPLACED)},
+        }

@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any
 
 from clusterjob.backends.slurm.client import UNREACHED
 from clusterjob.errors import HostError, SubmitError
-from clusterjob.node.host_server.requests import DropCommand, ReapCommand, RunCommand
 
 if TYPE_CHECKING:
     from clusterjob.backends.slurm.login_host import LoginHost
@@ -47,7 +46,9 @@ class RemoteCommand:
         self._ended = False
         self.args = list(argv)
         self.returncode: int = 0
-        answer = self._ask(RunCommand(tuple(argv), dict(more), job_id, wait=_AT_ONCE))
+        answer = self._ask(
+            "run_command", wait=_AT_ONCE, argv=list(argv), env=dict(more), job=job_id
+        )
         if "absent" in answer:
             raise SubmitError(
                 f"{host.label}: {argv[0]} cannot be run: {answer['absent']}",
@@ -64,7 +65,7 @@ class RemoteCommand:
         while not self._ended:
             begin = time.monotonic()
             left = 60.0 if end is None else max(0.0, end - begin)
-            self._ask(ReapCommand(self._number, wait=left), left)
+            self._ask("reap_command", wait=left, number=self._number)
             if not self._ended and left > 1.0 and time.monotonic() - begin < left / 2:
                 # The host answers before the wait is over: the loop would repeat the request
                 # without a pause.
@@ -80,19 +81,19 @@ class RemoteCommand:
     def kill(self) -> None:
         """Kill the command if the host is reachable."""
         if not self._ended:
-            self._ask(DropCommand(self._number))
+            self._ask("reap_command", wait=0.0, number=self._number, kill=True)
             self._end(-9, "", "")
 
-    def _ask(
-        self, request: RunCommand | ReapCommand | DropCommand, wait: float = 0.0
-    ) -> dict[str, Any]:
+    def _ask(self, call: str, wait: float, **arguments: Any) -> dict[str, Any]:
         try:
             session = self._host.session()
-            if not isinstance(request, RunCommand) and session is not self._session:
+            if self._session not in (None, session):
                 self._end(UNREACHED, "", f"ssh: {self._host.label}: the connection broke")
                 return {}
             self._session = session
-            answer, data = session.ask(request, timeout=self._host.timeout + wait)
+            answer, data = session.ask(
+                call, wait=wait, timeout=self._host.timeout + wait, **arguments
+            )
         except HostError as error:
             self._end(UNREACHED, "", f"ssh: {error.message}")
             return {}
@@ -103,7 +104,7 @@ class RemoteCommand:
             self._end(
                 answer["code"], *(text.decode("utf-8", "surrogateescape") for text in (out, err))
             )
-        elif not isinstance(request, DropCommand) and "absent" not in answer:
+        elif "absent" not in answer:
             self._end(
                 UNREACHED,
                 "",

@@ -16,7 +16,6 @@ from clusterjob.core.byte_link import ByteLink, ProcessLink
 from clusterjob.core.records import Record
 from clusterjob.errors import InsideError, SubmitError
 from clusterjob.node.environments.slurm_env import slurm_environment
-from clusterjob.node.host_server.requests import ExecCommand
 from clusterjob.node.logs.events import read_job_events
 
 if TYPE_CHECKING:
@@ -63,7 +62,7 @@ def enter(record: Record, node: int, client: Client, host: LoginHost | None) -> 
     zip_path = f"{_directory(record)}/{node_zip.NAME}"
     argv += ["bash", "-c", _SCRIPT, "clusterjob-inside", zip_path, record.job_id]
     if host is not None:
-        return host.take_over(ExecCommand(tuple(argv), {}))
+        return host.take_over(argv)
     environ = slurm_environment(os.environ, argv[0])
     if client.conf:
         environ["SLURM_CONF"] = client.conf

@@ -26,7 +26,6 @@ from clusterjob.core.records import Handle, Record
 from clusterjob.core.spec import JobSpec
 from clusterjob.doctor.engine import Check, CheckStep, run_checks
 from clusterjob.errors import ClusterJobError, HostError
-from clusterjob.node.host_server.requests import Cancel, EnterJob
 from clusterjob.node.logs import ends
 from clusterjob.node.logs.job_dir import COMPLETE, LOGS, RESULT
 from clusterjob.node.options import GRACE
@@ -171,7 +170,12 @@ class SshBackend:
         outcome = for_each(
             range(len(place.hosts)),
             lambda node: self._sessions.session(place, node).ask(
-                Cancel(record.job_id, node, grace=grace, interrupt=interrupt, stacks=stacks),
+                "cancel",
+                job=record.job_id,
+                node=node,
+                grace=grace,
+                interrupt=interrupt,
+                stacks=stacks,
                 timeout=grace + _CANCEL_TIMEOUT,
             ),
         )
@@ -282,7 +286,7 @@ class SshBackend:
         from clusterjob.remote.channel_link import ChannelLink
 
         session = self._sessions.new_session(self._job(record).place, node)
-        return ChannelLink(*session.take_over(EnterJob()))
+        return ChannelLink(*session.take_over())
 
     def doctor_checks(self, spec: JobSpec) -> Iterator[Check]:
         """Yield the doctor checks of the hosts for a job.

@@ -19,7 +19,6 @@ from clusterjob.doctor.engine import (
     unknown,
     warning,
 )
-from clusterjob.node.host_server.requests import Facts
 from clusterjob.remote.host_probe import HostReport, probe_hosts
 from clusterjob.remote.pool import for_each
 from clusterjob.remote.sessions import Place, Sessions
@@ -126,15 +125,18 @@ class Hosts:
 
     def _interpreter(self) -> Iterator[CheckFinding]:
         spec = self._spec
-        request = Facts(
-            spec.python,
-            setup=tuple(spec.setup),
-            env=dict(spec.env),
-            workdir="~" if spec.sync else str(spec.workdir),
-        )
+        request = {
+            "job": "",
+            "python": spec.python,
+            "setup": list(spec.setup),
+            "env": dict(spec.env),
+            "workdir": "~" if spec.sync else str(spec.workdir),
+        }
         outcome = for_each(
             list(self._reached),
-            lambda node: self._sessions.session(self._place, node).ask(request, timeout=_SLOW)[0],
+            lambda node: self._sessions.session(self._place, node).ask(
+                "interpreter", imports=True, timeout=_SLOW, **request
+            )[0],
         )
         found = {
             self._all[node].host: failed(error.why, error.hint)

@@ -20,15 +20,6 @@ from clusterjob.core import python_env
 from clusterjob.core.plans import Plan
 from clusterjob.core.snapshot import Snapshot
 from clusterjob.errors import HostError, SubmitError
-from clusterjob.node.host_server.requests import (
-    Cancel,
-    Check,
-    Fit,
-    Remove,
-    Reserve,
-    Start,
-    Up,
-)
 from clusterjob.node.logs import ends
 from clusterjob.node.logs.job_dir import CODE
 from clusterjob.node.options import GRACE
@@ -115,11 +106,11 @@ class Submission:
         """Stop the agent and remove the files; an unreachable host keeps them."""
         if node in self._seen:
             session = self._sessions.session(self.place, node)
-            grace = self._plan.spec.grace or GRACE
+            job, grace = self._plan.job_id, self._plan.spec.grace or GRACE
             session.ask(
-                Cancel(self._plan.job_id, node, grace=grace), timeout=grace + _WITHDRAW_TIMEOUT
+                "cancel", job=job, node=node, grace=grace, timeout=grace + _WITHDRAW_TIMEOUT
             )
-            session.ask(Remove(self._plan.job_id), timeout=_WITHDRAW_TIMEOUT)
+            session.ask("remove", job=job, timeout=_WITHDRAW_TIMEOUT)
 
     # -- the phases --------------------------------------------------------------------------------
 
@@ -137,7 +128,9 @@ class Submission:
 
         def check(node: int) -> dict[str, Any]:
             session = self._sessions.session(self.place, node)
-            answer, _ = session.ask(Check(need, torch=self._needs_torch, own=not self.place.setup))
+            answer, _ = session.ask(
+                "check", need=need, torch=self._needs_torch, own=not self.place.setup
+            )
             if answer["errors"]:
                 raise HostError(session.label, "; ".join(answer["errors"]))
             if node == 0 and len(self._nodes) > 1 and not answer["addresses"]:
@@ -207,7 +200,11 @@ class Submission:
         """
         spec, session = self._plan.spec, self._sessions.session(self.place, node)
         answer, _ = session.ask(
-            Reserve(self._plan.job_id, spec.gpus, spec.resources.gpus_per_node or 0), timeout=_SLOW
+            "reserve",
+            job=self._plan.job_id,
+            wanted=spec.gpus,
+            count=spec.resources.gpus_per_node or 0,
+            timeout=_SLOW,
         )
         if not answer["short"]:
             if answer["devices"] is not None:
@@ -241,22 +238,26 @@ class Submission:
     def _check_after_setup(self, _node: int, session: Session) -> None:
         """Check the job's interpreter after its setup lines, which may need the job's code."""
         spec = self._plan.spec
-        request = Fit(
-            self._plan.job_id,
-            self.place.python,
-            setup=tuple(self.place.setup),
+        answer, _ = session.ask(
+            "interpreter",
+            job=self._plan.job_id,
+            python=self.place.python,
+            setup=list(self.place.setup),
+            env={},
             workdir=CODE if spec.sync else str(spec.workdir),
-            torch=self._needs_torch,
+            timeout=_SLOW,
         )
-        answer, _ = session.ask(request, timeout=_SLOW)
-        if answer["errors"]:
-            raise HostError(session.label, "; ".join(answer["errors"]))
+        why = answer["unfit"]
+        if not why and self._needs_torch and not answer["torch"]:
+            why = f"no torch: {answer['executable']} does not find it"
+        if why:
+            raise HostError(session.label, why)
 
     def _start(self, node: int, session: Session, address: str) -> None:
         """Start the script of a node, and wait until its agent runs."""
         if self._stop.is_set():
             raise HostError(session.label, "the submission was stopped")
-        job_id, timeout = self._plan.job_id, self._plan.spec.join_timeout
+        job, timeout = self._plan.job_id, self._plan.spec.join_timeout
         env = {
             **self._plan.commands[node].env,
             "CLUSTERJOB_HOST": str(self.place.hosts[node]),
@@ -264,11 +265,11 @@ class Submission:
         }
         if node in self._devices:
             env["CUDA_VISIBLE_DEVICES"] = self._devices[node]
-        session.ask(Start(job_id, node, script=SCRIPT, env=env))
+        session.ask("start", job=job, node=node, script=SCRIPT, env=env)
         end = time.monotonic() + timeout
         pause = _FIRST_PAUSE
         while True:
-            answer, _ = session.ask(Up(job_id, node))
+            answer, _ = session.ask("up", job=job, node=node)
             if answer["up"]:
                 return
             if answer["why"]:

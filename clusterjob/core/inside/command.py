@@ -68,16 +68,16 @@ def run(
     entered = connection.enter(record, backend, request, node=node, rank=rank)
     with contextlib.closing(entered), Signals() as signals, contextlib.ExitStack() as stack:
         _warn_of_container(entered, warn)
-        output = Stream(STDOUT, sink=STDOUT, shared=True)
+        output = Stream(STDOUT, sink=STDOUT)
         for stream in (
             Stream(STDIN, source=STDIN),
             output,
-            Stream(STDERR, sink=STDERR, shared=True),
+            Stream(STDERR, sink=STDERR),
         ):
             entered.streams.add(stream)
         if terminal:
             stack.enter_context(own)
-            entered.streams.send(streams.SIZE, payload=own.frame())
+            entered.streams.tell({"size": own.size()})
         _carry([entered], signals, own if terminal else None)
         if output.error is not None and output.error.errno != errno.EPIPE:
             raise ClusterJobError(f"{output.error.strerror}: standard output")
@@ -188,9 +188,9 @@ def _carry(
         for number in signals.read() if signals.descriptor in ready else ():
             for entered in left:
                 if number != signal.SIGWINCH:
-                    entered.streams.send(streams.SIGNAL, payload=bytes([number]))
+                    entered.streams.tell({"signal": number})
                 elif terminal is not None:
-                    entered.streams.send(streams.SIZE, payload=terminal.frame())
+                    entered.streams.tell({"size": terminal.size()})
         for entered in list(left):
             try:
                 entered.handle(ready)

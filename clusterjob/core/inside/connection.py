@@ -118,7 +118,7 @@ class InsideConnection:
     def _control(self, kind: int, _number: int, payload: bytes) -> None:
         if kind == streams.RESET:
             self.on_reset(payload.decode(errors="replace"))
-        elif kind == streams.EXIT:
+        elif kind == streams.CONTROL:
             try:
                 end = json.loads(payload)
                 self.code, self.job_ended = end["code"], bool(end["ended"])

@@ -165,7 +165,7 @@ class _Relay:
                 self._pause_until = time.monotonic() + _PAUSE
             return
         number = next(self._numbers)
-        self._entered.streams.send(streams.OPEN, number, payload=streams.PORT.pack(remote))
+        self._entered.streams.tell({"port": remote}, number)
         streams.add_socket(self._entered.streams, number, sock)
 
     def _refused(self, why: str) -> None:

@@ -10,8 +10,6 @@ import tty
 from types import FrameType
 from typing import Any
 
-from clusterjob.node.inside import streams
-
 _FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
 _MAX_ASKED = 3  # signals after which this process ends without waiting for the command
 
@@ -87,11 +85,6 @@ class Terminal:
         except OSError:
             return 24, 80
         return found.lines or 24, found.columns or 80
-
-    def frame(self) -> bytes:
-        """Return the size as the payload of a `SIZE` frame."""
-        rows, columns = self.size()
-        return streams.TERMINAL_SIZE.pack(min(rows, 0xFFFF), min(columns, 0xFFFF))
 
 
 def has_terminal() -> bool:

@@ -14,7 +14,6 @@ from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any
 
-from clusterjob.node.host_server import requests
 from clusterjob.node.logs.job_dir import ARCHIVE, CODE, CODE_LIST
 from clusterjob.node.system import files, private_dirs
 
@@ -24,17 +23,43 @@ _DIGEST_LENGTH = 64  # hexadecimal digits of a SHA-256
 _FRESH = 3600.0  # seconds for which a received file is kept: its job may not be installed yet
 
 
+class Part:
+    """A number of bytes of a stream.
+
+    Args:
+        read: returns at most the given number of the stream's next bytes.
+        size: the number of bytes.
+    """
+
+    def __init__(self, read: Callable[[int], bytes], size: int) -> None:
+        self._read = read
+        self._left = size
+
+    def read(self, most: int) -> bytes:
+        """Return at most `most` of the next bytes; empty at the end.
+
+        Raises:
+            EOFError: the stream has ended before.
+        """
+        wanted = min(most, self._left)
+        data = self._read(wanted)
+        if len(data) < wanted:
+            raise EOFError
+        self._left -= wanted
+        return data
+
+
 def _blob(home: Path, digest: str) -> Path:
     return home / "store" / digest[:2] / digest
 
 
-def install(home: Path, request: requests.Install, packed: bytes) -> dict[str, Any]:
+def install(home: Path, job: str, read: Callable[[int], bytes]) -> dict[str, Any]:
     """Create a job's copy of the code if the store has all its files.
 
     Args:
         home: clusterjob's directory on this host.
-        request: names the job.
-        packed: the list of files as compressed JSON, each (path, kind, mode, size, digest or
+        job: the job.
+        read: returns the list of files as compressed JSON, each (path, kind, mode, size, digest or
             target).
 
     Returns:
@@ -43,7 +68,7 @@ def install(home: Path, request: requests.Install, packed: bytes) -> dict[str, A
     Raises:
         OSError: the disk is full, or a file cannot be written; the incomplete copy is removed.
     """
-    code = home / "jobs" / request.job / CODE
+    code, packed = home / "jobs" / job / CODE, read(_MAX_LIST)
     if code.exists():  # another node of the job, with the same home directory, created it
         return {"missing": []}
     return {"missing": sorted(build(home, code, packed, listed=code.with_name(CODE_LIST)))}
@@ -78,12 +103,12 @@ def build(home: Path, code: Path, packed: bytes, listed: Path) -> set[str]:
                 target.chmod(mode | 0o700)
             elif kind == "link":
                 os.symlink(value, target)
-            elif not _copy(_blob(home, value), target, mode=mode, digest=value):
-                missing.add(value)
-        if not missing:
-            files.write_atomic(listed, packed)  # `clean` reads it
-            part.chmod(0o755)
-            part.rename(code)
+            else:
+                shutil.copyfile(_blob(home, value), target)
+                target.chmod(mode)
+        files.write_atomic(listed, packed)  # `clean` reads it
+        part.chmod(0o755)
+        part.rename(code)
     except OSError:
         if not code.exists():  # otherwise another node has created it meanwhile
             raise
@@ -92,12 +117,11 @@ def build(home: Path, code: Path, packed: bytes, listed: Path) -> set[str]:
     return missing
 
 
-def find(home: Path, request: requests.FindStored) -> dict[str, Any]:
+def has_file(home: Path, digest: str, length: int) -> dict[str, Any]:
     """Return in ``stored`` whether the store has a file; the file counts as used now."""
-    blob = _blob(home, request.digest)
-    stored = is_stored(home, request.digest, request.length)
+    stored = is_stored(home, digest, length)
     if stored:
-        os.utime(blob)
+        os.utime(_blob(home, digest))
     return {"stored": stored}
 
 
@@ -137,38 +161,15 @@ def add(home: Path, read: Callable[[int], bytes]) -> tuple[str, int]:
     return digest, size
 
 
-def _copy(blob: Path, target: Path, mode: int, digest: str) -> bool:
-    """Copy a file from the store.
-
-    Returns:
-        Whether its content has the digest. If not, the file is removed from the store.
-    """
-    found = hashlib.sha256()
-    try:
-        source = blob.open("rb")
-    except FileNotFoundError:  # `clean` has removed it meanwhile
-        return False
-    with source, target.open("xb") as copy:
-        os.fchmod(copy.fileno(), mode)
-        while data := source.read(_CHUNK):
-            found.update(data)
-            copy.write(data)
-    if found.hexdigest() == digest:
-        return True
-    target.unlink()
-    blob.unlink(missing_ok=True)
-    return False
-
-
 def receive(
-    home: Path, request: requests.ReceiveFiles, read: Callable[[int], bytes]
+    home: Path, listed: list[tuple[str, int]], read: Callable[[int], bytes]
 ) -> dict[str, Any]:
     """Add received files to the store.
 
     Args:
         home: clusterjob's directory on this host.
-        request: the files, in the order of their bytes.
-        read: returns the given number of the following bytes.
+        listed: (digest, size) of each file, in the order of the bytes.
+        read: returns at most the given number of the next bytes.
 
     Returns:
         ``wrong``: the digests of files that arrived damaged.
@@ -176,18 +177,7 @@ def receive(
     Raises:
         OSError: the disk is full, or the store cannot be written.
     """
-    wrong = []
-    for digest, size in request.files:
-        left = size
-
-        def read_part(most: int) -> bytes:
-            nonlocal left
-            data = read(min(left, most))
-            left -= len(data)
-            return data
-
-        if add(home, read_part)[0] != digest:
-            wrong.append(digest)
+    wrong = [digest for digest, size in listed if add(home, Part(read, size).read)[0] != digest]
     return {"wrong": wrong}
 
 
@@ -210,7 +200,7 @@ def clean(home: Path, gone: Collection[str], *, remove: bool) -> int:
     except FileNotFoundError:  # nothing was sent to this host
         return 0
     used = {digest for job in jobs for digest in _digests(job / CODE_LIST)}
-    used |= {_archive_of(job) for job in jobs}
+    used |= {files.read_text(job / ARCHIVE, _DIGEST_LENGTH) for job in jobs}
     size = 0
     for folder, _, names in os.walk(home / "store"):  # also files of an `add` that was killed
         for name in names:
@@ -226,19 +216,10 @@ def clean(home: Path, gone: Collection[str], *, remove: bool) -> int:
     return size
 
 
-def _archive_of(job_dir: Path) -> str:
-    """Return the digest of the archive that a job needs; empty if it needs none."""
-    try:
-        return files.read_regular(job_dir / ARCHIVE, _DIGEST_LENGTH).decode(errors="replace")
-    except (OSError, ValueError):
-        return ""
-
-
 def _digests(path: Path) -> list[str]:
-    """Return the digests in a job's list of files; none if there is no valid list."""
+    """Return the digests in a job's list of files; none if there is no list."""
     try:
-        packed = files.read_regular(path, files.LARGEST_JSON)
-        data = zlib.decompressobj().decompress(packed, _MAX_LIST)
-        return [str(entry[4]) for entry in json.loads(data) if entry[1] == "file"]
-    except (OSError, ValueError, LookupError, TypeError, zlib.error, RecursionError):
+        entries = json.loads(zlib.decompress(path.read_bytes()))
+    except (OSError, ValueError, zlib.error):
         return []
+    return [digest for _, kind, _, _, digest in entries if kind == "file"]

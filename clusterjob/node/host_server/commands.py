@@ -6,131 +6,115 @@ its request, such as one of sbatch.
 
 from __future__ import annotations
 
-import contextlib
 import functools
-import itertools
 import os
 import shutil
 import signal
 import subprocess
 import sys
 import time
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from clusterjob.node.environments.slurm_env import slurm_environment
-from clusterjob.node.host_server import requests
 from clusterjob.node.stacks.offer import anonymous_file
 from clusterjob.node.system import processes
 
 MAX_OUTPUT = 32 << 20  # bytes of output of one command
 _LOGIN_SHELL_TIMEOUT = 20.0  # seconds for a login shell to start
-_MARK = b"clusterjob-environment\0"
-_TICK = 0.05  # seconds between two checks of the size of the output
+_MARK = "clusterjob-environment"
+_TICK = 0.02  # seconds between two checks of a command
+
+Command = tuple["subprocess.Popen[bytes]", int, int]  # its process, and its stdout and stderr
+_running: dict[int, Command] = {}  # the commands of this session, by pid
 
 
-@dataclass
-class _Command:
-    process: subprocess.Popen[bytes]
-    name: str
-    out: int
-    err: int
-
-    def end(self) -> None:
-        """Kill the command, if it runs, and close its files."""
-        self.process.kill()
-        self.process.wait()
-        os.close(self.out)
-        os.close(self.err)
-
-
-_running: dict[int, _Command] = {}  # the commands of this session, by number
-_numbers = itertools.count(1)
-
-
-def run(home: Path, request: requests.RunCommand) -> tuple[dict[str, Any], bytes]:
+def run_command(
+    home: Path, argv: list[str], env: dict[str, str], job: str, wait: float
+) -> tuple[dict[str, Any], bytes]:
     """Start a command.
+
+    Args:
+        home: clusterjob's directory on this host.
+        argv: the command line.
+        env: variables to add.
+        job: the job in whose directory it runs; empty for none.
+        wait: maximum seconds to wait for its end.
 
     Returns:
         ``number`` if the command still runs. ``code`` and ``out`` if it has ended: the bytes
         are its stdout and then its stderr, and ``out`` is the length of stdout. ``absent`` if
         it cannot run: the reason.
     """
-    argv = [os.fsencode(word) for word in request.argv]
-    name = request.argv[0]
-    environ = _environment(name)
+    environ = _environment(argv[0])
     conf = environ.get("SLURM_CONF")
     if conf and not os.path.exists(conf):  # Slurm's commands would wait a minute for it
         return {"absent": f"Slurm's configuration {conf} does not exist"}, b""
-    path = shutil.which(name, path=environ.get("PATH"))
-    directory = home / "jobs" / request.job if request.job else None
     out, err = anonymous_file("out"), anonymous_file("err")
     try:
         process = subprocess.Popen(
-            argv,
+            [os.fsencode(word) for word in argv],
             stdin=subprocess.DEVNULL,
             stdout=out,
             stderr=err,
-            cwd=directory,
-            executable=path,
-            env=slurm_environment(environ, name) | request.env,
+            cwd=home / "jobs" / job if job else None,
+            executable=shutil.which(argv[0], path=environ.get("PATH")),
+            env=slurm_environment(environ, argv[0]) | env,
             start_new_session=True,
         )
     except OSError as error:
         os.close(out)
         os.close(err)
         return {"absent": error.strerror or str(error)}, b""
-    number = next(_numbers)
-    _running[number] = _Command(process, name, out=out, err=err)
-    return reap(home, requests.ReapCommand(number, wait=request.wait))
+    _running[process.pid] = process, out, err
+    return reap_command(home, process.pid, wait)
 
 
-def reap(_home: Path, request: requests.ReapCommand) -> tuple[dict[str, Any], bytes]:
-    """Return the output of a command if it has ended; see `run`."""
-    number, command = request.number, _running[request.number]
-    end = time.monotonic() + request.wait
-    while (code := command.process.poll()) is None:
-        if os.fstat(command.out).st_size + os.fstat(command.err).st_size > MAX_OUTPUT:
-            del _running[number]
-            command.end()
-            why = f"{command.name}: it printed more than {MAX_OUTPUT} bytes\n"
-            return {"code": -signal.SIGKILL, "out": 0}, why.encode()
-        if (left := end - time.monotonic()) <= 0:
+def reap_command(
+    _home: Path, number: int, wait: float, *, kill: bool = False
+) -> tuple[dict[str, Any], bytes]:
+    """Return the output of a command if it has ended, and kill it if asked; see `run_command`."""
+    process, *outputs = _running[number]
+    end = time.monotonic() + wait
+    while process.poll() is None:
+        if kill or sum(os.fstat(each).st_size for each in outputs) > MAX_OUTPUT:
+            process.kill()
+            process.wait()
+        elif time.monotonic() >= end:
             return {"number": number}, b""
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            command.process.wait(min(left, _TICK))
+        else:
+            time.sleep(_TICK)
     del _running[number]
-    try:
-        out, err = (os.pread(handle, MAX_OUTPUT, 0) for handle in (command.out, command.err))
-    finally:
-        command.end()
-    return {"code": code, "out": len(out)}, out + err
+    out, err = (os.pread(each, MAX_OUTPUT + 1, 0) for each in outputs)
+    for each in outputs:
+        os.close(each)
+    if len(out) + len(err) > MAX_OUTPUT:
+        out, err = b"", f"it printed more than {MAX_OUTPUT} bytes\n".encode()
+    return {"code": process.returncode, "out": len(out)}, out + err
 
 
-def drop(_home: Path, request: requests.DropCommand) -> dict[str, Any]:
-    """Kill a command, if it runs."""
-    command = _running.pop(request.number, None)
-    if command is not None:
-        command.end()
-    return {}
+def take_over(_home: Path, argv: list[str]) -> dict[str, Any]:
+    """Let a program use the streams of the session after the answer.
+
+    Args:
+        argv: a scheduler command, which replaces this process; empty for
+            `clusterjob.node.inside.program`.
+    """
+    from clusterjob.node.inside import program
+
+    return {"then": functools.partial(_replace_process, argv) if argv else program.main}
 
 
-def replace_process(request: requests.ExecCommand) -> None:
+def _replace_process(argv: list[str]) -> None:
     """Execute a command in place of this process; after an error, print it and return."""
-    name = request.argv[0]
-    environ = _environment(name)
+    environ = _environment(argv[0])
     for number in (signal.SIGPIPE, signal.SIGXFSZ):  # Python ignores them, and exec keeps that
         signal.signal(number, signal.SIG_DFL)
-    path = shutil.which(name, path=environ.get("PATH")) or name
+    path = shutil.which(argv[0], path=environ.get("PATH")) or argv[0]
     try:
-        os.execve(
-            path,
-            [os.fsencode(word) for word in request.argv],
-            slurm_environment(environ, name) | request.env,
-        )
+        os.execve(path, [os.fsencode(word) for word in argv], slurm_environment(environ, argv[0]))
     except OSError as error:
-        print(f"{name} cannot be run: {error.strerror}", file=sys.stderr, flush=True)
+        print(f"{argv[0]} cannot be run: {error.strerror}", file=sys.stderr, flush=True)
 
 
 def _environment(name: str) -> dict[str, str]:
@@ -147,6 +131,6 @@ def _environment(name: str) -> dict[str, str]:
 
 @functools.cache
 def _login_shell() -> dict[str, str]:
-    script = f"printf '%s\\0' {_MARK[:-1].decode()}; exec env -0"
+    script = f"printf '%s\\0' {_MARK}; exec env -0"
     shown = processes.output_of(["bash", "-lc", script], os.environ, _LOGIN_SHELL_TIMEOUT)
-    return processes.parse_environment(os.fsencode(shown).partition(_MARK)[2])
+    return processes.parse_environment(os.fsencode(shown.partition(f"{_MARK}\0")[2]))

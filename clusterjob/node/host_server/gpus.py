@@ -6,6 +6,7 @@ nvidia-smi.
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import os
 import pwd
@@ -23,7 +24,7 @@ AUTO = "auto"
 _IDLE_MEMORY = 1 << 30
 _SMI_TIMEOUT = 30.0  # seconds for nvidia-smi, which wakes sleeping GPUs one after the other
 _TMP = "/tmp"  # noqa: S108 - the owner of the directory in it is checked
-_DRIVER = Path("/proc/driver/nvidia/gpus")
+Locks = dict[str, int]  # descriptors of locked files, by the UUID of the GPU
 
 
 class TooFewGpusError(Exception):
@@ -56,16 +57,12 @@ class Gpu:
 
     def describe(self) -> str:
         """Return one line with its model, its users and its memory."""
-        users = ", ".join(
+        state = [
             f"{_owner(pid)}'s {os.path.basename(command)} (pid {pid})"
             for pid, command in self.processes
-        )
-        state = f"{self.used / 1e9:.1f} of {self.total / 1e9:.0f} GB used"
-        if self.idle:
-            state = "idle"
-        elif users:
-            state = f"{users}, {state}"
-        return f"{self.index} {self.name}: {state}"
+        ]
+        state.append(f"{self.used / 1e9:.1f} of {self.total / 1e9:.0f} GB used")
+        return f"{self.index} {self.name}: {'idle' if self.idle else ', '.join(state)}"
 
 
 def read_gpus() -> list[Gpu]:
@@ -77,156 +74,118 @@ def read_gpus() -> list[Gpu]:
     if shutil.which("nvidia-smi") is None:
         return []
     apps: dict[str, list[tuple[int, str]]] = {}
-    for row in _ask("--query-compute-apps=gpu_uuid,pid,process_name"):
-        if len(row) >= 3 and row[1].isdigit():
-            apps.setdefault(row[0], []).append((int(row[1]), ", ".join(row[2:])))
+    for uuid, pid, command in _ask("compute-apps", "gpu_uuid", "pid", "process_name"):
+        if pid.isdigit():
+            apps.setdefault(uuid, []).append((int(pid), command))
     gpus = []
-    for row in _ask("--query-gpu=index,uuid,memory.used,memory.total,name"):
-        if len(row) >= 5 and row[0].isdigit():
-            index, uuid, *memory = row[:4]
-            used, total = (int(text) << 20 if text.isdigit() else 0 for text in memory)
-            name, users = ", ".join(row[4:]), tuple(apps.get(uuid, ()))
-            gpus.append(Gpu(int(index), uuid, name, used=used, total=total, processes=users))
+    for index, uuid, *memory, name in _ask(
+        "gpu", "index", "uuid", "memory.used", "memory.total", "name"
+    ):
+        used, total = (int(text) << 20 if text.isdigit() else 0 for text in memory)
+        users = tuple(apps.get(uuid, ()))
+        gpus.append(Gpu(int(index), uuid, name, used=used, total=total, processes=users))
     return gpus
 
 
-def _ask(query: str) -> list[list[str]]:
-    words = ["nvidia-smi", query, "--format=csv,noheader,nounits"]
+def _ask(query: str, *fields: str) -> list[list[str]]:
+    """Return the rows of a query; a comma in the last field is no separator."""
+    words = ["nvidia-smi", f"--query-{query}={','.join(fields)}", "--format=csv,noheader,nounits"]
     try:
         done = subprocess.run(
-            words, capture_output=True, stdin=subprocess.DEVNULL, timeout=_SMI_TIMEOUT, check=False
+            words,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            errors="replace",
+            timeout=_SMI_TIMEOUT,
+            check=False,
         )
     except subprocess.TimeoutExpired as error:
         raise OSError(0, f"nvidia-smi did not answer within {_SMI_TIMEOUT:g} s") from error
+    lines = done.stdout.strip().splitlines()
     if done.returncode:
-        output = (done.stdout + done.stderr).decode(errors="replace").strip().splitlines()
-        raise OSError(0, f"nvidia-smi fails: {output[0] if output else 'no reason given'}")
-    return [
-        [cell.strip() for cell in line.split(",")]
-        for line in done.stdout.decode(errors="replace").splitlines()
-    ]
+        raise OSError(0, f"nvidia-smi fails: {lines[0] if lines else 'no reason given'}")
+    rows = [line.split(", ", len(fields) - 1) for line in lines]
+    return [row for row in rows if len(row) == len(fields)]
 
 
 def visible(gpus: Sequence[Gpu], listed: str | None) -> list[Gpu]:
     """Return the GPUs that the login's CUDA_VISIBLE_DEVICES allows; all if it is not set.
 
-    As in CUDA, the list ends at the first GPU that this host does not have. A MIG device counts as
-    an idle GPU of its own: its memory and processes are not read.
+    As in CUDA, the list ends at the first GPU that this host does not have, and at a MIG device.
     """
     if listed is None:
         return list(gpus)
     found: list[Gpu] = []
     for entry in devices.cuda_devices(listed):
-        if entry.startswith("MIG-"):
-            index = len(gpus) + len(found)
-            found.append(Gpu(index, entry, name="MIG device", used=0, total=0))
-            continue
-        by_uuid = entry.startswith("GPU-")
-        matching = (
+        matching = [
             gpu
             for gpu in gpus
-            if (gpu.uuid.startswith(entry) if by_uuid else entry == str(gpu.index))
-        )
-        gpu = next(matching, None)
-        if gpu is None or gpu in found:
+            if entry == str(gpu.index) or (entry.startswith("GPU-") and gpu.uuid.startswith(entry))
+        ]
+        if not matching or matching[0] in found:
             break
-        found.append(gpu)
+        found.append(matching[0])
     return found
 
 
-class Reservation:
-    """Locks on GPUs for one job.
+def _take(locks: Locks, gpu: Gpu, job_id: str) -> str:
+    """Lock a GPU, or return its holder if another job has locked it.
 
-    A lock is held until this process and all processes that inherit its descriptors have ended.
-
-    Args:
-        job_id: the job, which is written to the lock file for other jobs' messages.
+    Raises:
+        OSError: no lock file can be created.
     """
-
-    def __init__(self, job_id: str) -> None:
-        self._job_id = job_id
-        self.gpus: list[Gpu] = []
-        self.descriptors: list[int] = []
-
-    def take(self, gpu: Gpu) -> str:
-        """Lock a GPU.
-
-        Returns:
-            Its holder if another job has locked it; empty if it is now locked.
-
-        Raises:
-            OSError: no lock file can be created.
-        """
-        taken: list[int] = []
-        for directory in lock_directories():
-            path = directory / gpu.uuid.replace("/", "_")
-            taken.append(
-                os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
-            )
-            try:
-                fcntl.flock(taken[-1], fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                holder = os.pread(taken[-1], 200, 0).decode(errors="replace")
-                for descriptor in taken:
-                    os.close(descriptor)
-                return f"job {holder}" if holder else "another job"
-        for descriptor in taken:
-            os.ftruncate(descriptor, 0)
-            os.pwrite(descriptor, self._job_id.encode(), 0)
-        self.gpus.append(gpu)
-        self.descriptors += taken
-        return ""
-
-    def release(self) -> None:
-        """Close this process's descriptors; processes that inherited them keep the locks."""
-        for descriptor in self.descriptors:
-            os.close(descriptor)
-        self.descriptors = []
+    path = lock_directory() / gpu.uuid.replace("/", "_")
+    lock = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        holder = os.pread(lock, 200, 0).decode(errors="replace")
+        os.close(lock)
+        return f"job {holder}" if holder else "another job"
+    os.ftruncate(lock, 0)
+    os.pwrite(lock, job_id.encode(), 0)
+    locks[gpu.uuid] = lock
+    return ""
 
 
-def lock_directories() -> list[Path]:
-    """Return the directories of this user's locks on this machine.
+def release(locks: Locks) -> None:
+    """Close this process's descriptors; processes that inherited them keep the locks."""
+    for lock in locks.values():
+        os.close(lock)
 
-    A GPU is locked in all of these directories. None is in the home directory, which several
-    machines may share. No other user can create files in XDG_RUNTIME_DIR, but some logins lack it,
-    and the user's last logout removes it. The directory in /tmp is skipped if another user owns it.
+
+def lock_directory() -> Path:
+    """Return the directory of this user's locks on this machine.
+
+    It is not in the home directory, which several machines may share. The one in /tmp is not used
+    if another user owns it; the user's last logout removes the other one.
 
     Raises:
         OSError: no directory belongs to this user.
     """
     uid = os.getuid()
-    runtime = dict.fromkeys((os.environ.get("XDG_RUNTIME_DIR", ""), f"/run/user/{uid}"))
-    found = [Path(name) for name in runtime if name.startswith("/") and _is_private(Path(name))]
     common = Path(f"{_TMP}/clusterjob-gpus-{uid}")
-    try:
+    with contextlib.suppress(OSError):
         common.mkdir(mode=0o700, exist_ok=True)
-    except OSError:
-        if not found:
-            raise
-    if _is_private(common):
-        found.append(common)
-    if not found:
-        raise OSError(
-            0, "the directory is not this user's, and XDG_RUNTIME_DIR names none", str(common)
-        )
-    return found
-
-
-def _is_private(path: Path) -> bool:
-    try:
-        status = path.lstat()
-    except OSError:
-        return False
-    return (
-        stat.S_ISDIR(status.st_mode) and status.st_uid == os.getuid() and not status.st_mode & 0o077
+    for path in (common, Path(os.environ.get("XDG_RUNTIME_DIR") or f"/run/user/{uid}")):
+        with contextlib.suppress(OSError):
+            status = path.lstat()
+            if (stat.S_IFMT(status.st_mode), status.st_uid) == (stat.S_IFDIR, uid):
+                return path
+    raise OSError(
+        0, "the directory is not this user's, and XDG_RUNTIME_DIR names none", str(common)
     )
 
 
-def pick(job_id: str, wanted: str, count: int | None, environ: Mapping[str, str]) -> Reservation:
+def pick(job_id: str, wanted: str, count: int | None, environ: Mapping[str, str]) -> Locks:
     """Choose GPUs for a job and lock them.
 
+    A lock is held until this process and all processes that inherit its descriptor have ended.
+
     Args:
-        job_id: the job.
+        job_id: the job, which is written to the lock files for other jobs' messages.
         wanted: ``auto`` for idle ones, otherwise a list of nvidia-smi indices or UUIDs.
         count: number of GPUs, equal to the length of the list, if there is one; None for all
             idle ones.
@@ -237,60 +196,53 @@ def pick(job_id: str, wanted: str, count: int | None, environ: Mapping[str, str]
         OSError: the GPUs cannot be read, or no lock file can be created.
     """
     there = visible(read_gpus(), environ.get("CUDA_VISIBLE_DEVICES"))
-    held = Reservation(job_id)
+    locks: Locks = {}
     try:
-        if wanted != AUTO:
-            for entry in wanted.split(","):
-                gpu = next((gpu for gpu in there if entry in (str(gpu.index), gpu.uuid)), None)
-                if gpu is None:
-                    known = ", ".join(str(gpu.index) for gpu in there) or "none"
-                    raise TooFewGpusError(f"GPU {entry} does not exist; existing GPUs: {known}")
-                if holder := held.take(gpu):
-                    raise TooFewGpusError(f"GPU {entry} is held by {holder}")
-            return held
-        holders: list[str] = []
-        for gpu in there:
-            if len(held.gpus) == count:
-                return held
-            if not gpu.idle:
-                holders.append(gpu.describe())
-            elif holder := held.take(gpu):
-                holders.append(f"{gpu.index} {holder}")
-        if len(held.gpus) < (count or 1):
-            found = f"{len(held.gpus)} idle GPUs where {count} are asked for"
-            if count is None:
-                found = "no GPU is idle" if holders else "there is no GPU"
-            raise TooFewGpusError(found + (f": {'; '.join(holders)}" if holders else ""))
+        if wanted == AUTO:
+            _take_idle(locks, there, job_id, count=count)
+        else:
+            _take_listed(locks, there, job_id, entries=wanted.split(","))
     except BaseException:
-        held.release()
+        release(locks)
         raise
-    return held
+    return locks
 
 
-def idle_count(environ: Mapping[str, str]) -> int:
-    """Return the number of idle GPUs that no job of this user has locked.
+def _take_listed(locks: Locks, there: Sequence[Gpu], job_id: str, entries: Sequence[str]) -> None:
+    by_name = {name: gpu for gpu in there for name in (str(gpu.index), gpu.uuid)}
+    for entry in entries:
+        if entry not in by_name:
+            known = ", ".join(str(gpu.index) for gpu in there) or "none"
+            raise TooFewGpusError(f"GPU {entry} does not exist; existing GPUs: {known}")
+        if holder := _take(locks, by_name[entry], job_id):
+            raise TooFewGpusError(f"GPU {entry} is held by {holder}")
 
-    Raises:
-        TooFewGpusError: there is none.
-        OSError: the GPUs cannot be read, or no lock file can be created.
-    """
-    held = pick("", AUTO, count=None, environ=environ)
-    held.release()
-    return len(held.gpus)
+
+def _take_idle(locks: Locks, there: Sequence[Gpu], job_id: str, count: int | None) -> None:
+    holders: list[str] = []
+    for gpu in there:
+        if len(locks) == count:
+            return
+        if not gpu.idle:
+            holders.append(gpu.describe())
+        elif holder := _take(locks, gpu, job_id):
+            holders.append(f"{gpu.index} {holder}")
+    if len(locks) < (count or 1):
+        found = f"{len(locks)} idle GPUs where {count} are asked for"
+        if count is None:
+            found = "no GPU is idle" if holders else "there is no GPU"
+        raise TooFewGpusError(found + (f": {'; '.join(holders)}" if holders else ""))
 
 
 def share(count: int, environ: Mapping[str, str]) -> str | None:
     """Return CUDA_VISIBLE_DEVICES for a job that needs `count` GPUs; None to leave it unchanged.
 
-    The function reads the driver's files: nvidia-smi may take seconds.
+    The function counts device files: nvidia-smi may take seconds.
 
     Raises:
         TooFewGpusError: there are fewer GPUs.
     """
-    listed = environ.get("CUDA_VISIBLE_DEVICES")
-    names = [str(index) for index in range(len(os.listdir(_DRIVER)))] if _DRIVER.is_dir() else []
-    if listed is not None:
-        names = devices.cuda_devices(listed)
+    names = devices.listed_gpus(environ.get("CUDA_VISIBLE_DEVICES"), devices.visible_gpus({}))
     if len(names) < count:
         raise TooFewGpusError(f"{len(names)} GPUs where {count} are asked for")
     return ",".join(names[:count]) if len(names) > count else None

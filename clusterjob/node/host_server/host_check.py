@@ -12,54 +12,51 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from clusterjob.node.environments.worker_variables import LAUNCH_VARIABLES
-from clusterjob.node.host_server import gpus, requests
+from clusterjob.node.host_server import gpus
 from clusterjob.node.system import files, processes
 
+Object = dict[str, Any]  # of JSON
 _SETUP_TIMEOUT = 300.0  # seconds for setup lines and the start of the interpreter
+_OLDEST = (3, 10)  # of the interpreters that run workers
 
-# `python -c` searches the working directory for modules first, and its files may not be trusted.
-_SKIP_WORKING_DIRECTORY = """
+# Code for the job's interpreter; it must run in any Python 3. `python -c` searches the working
+# directory for modules first, and its files may not be trusted.
+_PROBE = """
 import sys
 sys.path[:] = [entry for entry in sys.path if entry not in ("", ".")]
 import os
 here = os.path.realpath(os.getcwd())
 sys.path[:] = [entry for entry in sys.path if os.path.realpath(entry) != here]
-"""
-
-# Code of `interpreter` for the job's interpreter. It must run in any Python 3.
-_INTERPRETER_CODE = """
-import importlib.util, json, sys
+import importlib.util, json
 print("clusterjob-interpreter " + json.dumps({
     "version": list(sys.version_info[:3]), "executable": sys.executable,
     "torch": importlib.util.find_spec("torch") is not None,
 }))
-"""
-
-
-# Code of `facts` for the job's interpreter. An interpreter that is too old reports its version.
-_FACTS_CODE = """
-import json, sys
-print("clusterjob-interpreter " + json.dumps({
-    "version": list(sys.version_info[:3]), "executable": sys.executable,
-}))
 sys.stdout.flush()
+"""
+# More code, which imports torch, with the path of the node zip.
+_FACTS = """
 if sys.version_info >= (3, 10):
+    sys.path.insert(0, {zip!r})
     from clusterjob.node.host_server.torch_probe import main
     main()
 """
 
 
-def check(home: Path, request: requests.Check) -> dict[str, Any]:
+def check(home: Path, need: int, *, torch: bool, own: bool, with_gpus: bool = False) -> Object:
     """Check this host before the submitter sends anything.
 
     Args:
         home: clusterjob's directory on this host.
-        request: the job's needs.
+        need: the bytes that will be written.
+        torch: whether the job needs torch.
+        own: whether the host server runs in the job's interpreter.
+        with_gpus: whether to list the GPUs.
 
     Returns:
         ``errors``: why the host is unfit. The other fields are facts about the host.
@@ -67,21 +64,18 @@ def check(home: Path, request: requests.Check) -> dict[str, Any]:
     errors = []
     existing = next(path for path in (home, *home.parents) if path.exists())
     free = shutil.disk_usage(existing).free
-    if free < request.need:
+    if free < need:
         errors.append(
-            f"disk full: {free / 1e6:.0f} MB are free in {home}, "
-            f"{request.need / 1e6:.0f} MB are needed"
+            f"disk full: {free / 1e6:.0f} MB are free in {home}, {need / 1e6:.0f} MB are needed"
         )
     if ":" in str(home):
         errors.append(f"its directory {home} contains a colon, which PYTHONPATH does not allow")
-    has_torch = importlib.util.find_spec("torch") is not None if request.own else None
-    if request.own:
-        errors += _misfit(
-            list(sys.version_info[:3]),
-            sys.executable,
-            torch=has_torch,
-            needs_torch=request.torch,
-        )
+    has_torch = importlib.util.find_spec("torch") is not None if own else None
+    if torch and has_torch is False:
+        errors.append(f"no torch: {sys.executable} does not find it")
+    seen = []
+    if with_gpus:
+        seen = gpus.visible(gpus.read_gpus(), os.environ.get("CUDA_VISIBLE_DEVICES"))
     return {
         "errors": errors,
         "identity": _identity(),
@@ -92,88 +86,51 @@ def check(home: Path, request: requests.Check) -> dict[str, Any]:
         "python": ".".join(map(str, sys.version_info[:3])),
         "torch": has_torch,
         "free": free,
-        "gpus": [
-            gpu.describe()
-            for gpu in gpus.visible(gpus.read_gpus(), os.environ.get("CUDA_VISIBLE_DEVICES"))
-        ]
-        if request.gpus
-        else [],
+        "gpus": [gpu.describe() for gpu in seen],
     }
 
 
-def interpreter(home: Path, request: requests.Fit) -> dict[str, Any]:
-    """Check the interpreter that the job's script will find after its setup lines.
-
-    Returns:
-        ``errors``: why the interpreter is unfit; empty if it is fit.
-    """
-    directory = str(home / "jobs" / request.job / request.workdir)
-    answer, why, _ = _ask(
-        directory, request.python, setup=request.setup, question=_INTERPRETER_CODE
-    )
-    found = answer.get("interpreter")
-    return {"errors": [why] if found is None else _misfit(**found, needs_torch=request.torch)}
-
-
-def facts(request: requests.Facts, node_zip: str) -> dict[str, Any]:
-    """Run `clusterjob.node.host_server.torch_probe` in the job's interpreter.
+def interpreter(
+    node_zip: str,
+    home: Path,
+    job: str,
+    python: str,
+    setup: Sequence[str],
+    env: Mapping[str, str],
+    workdir: str,
+    *,
+    imports: bool = False,
+) -> Object:
+    """Check the interpreter that a job's script will find after its setup lines.
 
     Args:
-        request: the interpreter, its setup lines, and the directory in which they run.
         node_zip: path of the node zip.
+        home: clusterjob's directory on this host.
+        job: the job; empty for none.
+        python: the interpreter.
+        setup: shell lines.
+        env: variables of the job.
+        workdir: the directory in which the setup lines run: absolute, or relative to the job's.
+        imports: whether to run `clusterjob.node.host_server.torch_probe`.
 
     Returns:
         ``unfit``: why the interpreter is unfit, or empty. ``setup``: whether a setup line failed.
-        ``version`` and ``executable``, if known. ``facts``: the facts; None if the interpreter
-        died while it imported torch. ``died``: how it ended in that case.
+        ``version``, ``executable``, and whether it finds ``torch``, if known. ``facts``: those of
+        the probe; None if the interpreter died while it imported torch. ``died``: how it ended in
+        that case.
     """
-    exports = [f"export {name}={shlex.quote(value)}" for name, value in request.env.items()]
-    path = (
-        f'export PYTHONPATH={shlex.quote(node_zip)}"${{PYTHONPATH:+:$PYTHONPATH}}"'
-        ' OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"'
-    )
-    answer, why, end = _ask(
-        os.path.expanduser(request.workdir),
-        request.python,
-        setup=request.setup,
-        question=_FACTS_CODE,
-        before=exports,
-        after=[path],
-    )
-    found = answer.get("interpreter")
-    if found is None:
-        nothing = {"version": None, "executable": "", "facts": None, "died": ""}
-        return {"unfit": why, "setup": "setup" in answer, **nothing}
-    unfit = "; ".join(_misfit(**found, torch=True, needs_torch=False))
-    return {
-        "unfit": unfit, "setup": False, **found, "facts": answer.get("facts"), "died": end,
-    }  # fmt: skip
-
-
-def _ask(
-    directory: str,
-    python: str,
-    setup: Sequence[str],
-    question: str,
-    before: Sequence[str] = (),
-    after: Sequence[str] = (),
-) -> tuple[dict[str, Any], str, str]:
-    """Run the job's setup lines in bash, then code in its interpreter.
-
-    `before` and `after` are bash lines around the setup lines.
-
-    Returns:
-        The printed JSON objects by name, and with the name ``setup`` the index of a setup line that
-        failed; why there is no ``interpreter``; how bash ended, empty for exit code 0.
-    """
-    lines = [f"cd -- {shlex.quote(directory)} || exit 1", *before]
-    for index, line in enumerate(setup):
-        lines.append(
-            f"{{ :\n{line}\n}} < /dev/null >&2 || {{ echo 'clusterjob-setup {index}'; exit 1; }}"
-        )
+    directory = home / "jobs" / job / Path(workdir).expanduser()
+    code = _PROBE + (_FACTS.format(zip=node_zip) if imports else "")
+    lines = [f"cd -- {shlex.quote(str(directory))} || exit 1"]
+    lines += [f"export {name}={shlex.quote(value)}" for name, value in env.items()]
+    lines += [
+        f"{{ :\n{line}\n}} < /dev/null >&2 || {{ echo 'clusterjob-setup {index}'; exit 1; }}"
+        for index, line in enumerate(setup)
+    ]
     quoted = shlex.quote(python)
-    lines.append(f"command -v -- {quoted} > /dev/null || {{ echo clusterjob-none; exit 1; }}")
-    lines += [*after, f"exec {quoted} -c {shlex.quote(_SKIP_WORKING_DIRECTORY + question)}"]
+    lines.append(f"command -v -- {quoted} > /dev/null || {{ echo 'clusterjob-none '; exit 1; }}")
+    lines.append(f"exec {quoted} -c {shlex.quote(code)}")
+    answer: Object = {"version": None, "executable": "", "torch": None, "facts": None, "died": ""}
     try:
         asked = subprocess.run(
             ["bash", "-c", "\n".join(lines)],
@@ -184,34 +141,31 @@ def _ask(
             env=work_environment(),
         )
     except subprocess.TimeoutExpired:
-        return {}, f"its setup lines take longer than {_SETUP_TIMEOUT:g} s", ""
-    except OSError as error:
-        return {}, f"bash cannot be run: {error.strerror}", ""
+        why = f"its setup lines take longer than {_SETUP_TIMEOUT:g} s"
+        return answer | {"unfit": why, "setup": False}
+    printed = asked.stdout.decode(errors="replace").splitlines()
+    said = dict(line.split(" ", 1) for line in printed if line.startswith("clusterjob-"))
     stderr = (asked.stderr.decode(errors="replace").strip().splitlines() or [""])[-1]
-    found: dict[str, Any] = {}
-    why = f"its interpreter {python} cannot be started" + (f": {stderr}" if stderr else "")
-    for line in asked.stdout.decode(errors="replace").splitlines():
-        word, _, rest = line.partition(" ")
-        if word in ("clusterjob-interpreter", "clusterjob-facts", "clusterjob-setup"):
-            found[word.removeprefix("clusterjob-")] = json.loads(rest)
-        elif word == "clusterjob-none":
-            why = f"there is no interpreter {python}"
-    if "setup" in found:
-        why = f"a setup line failed: {setup[found['setup']]}" + (f" ({stderr})" if stderr else "")
-    code = asked.returncode
-    end = "" if code == 0 else f"signal {-code}" if code < 0 else f"exit code {code}"
-    return found, why, end + (f": {stderr}" if stderr and code else "")
-
-
-def _misfit(
-    version: list[int], executable: str, *, torch: bool | None, needs_torch: bool
-) -> list[str]:
-    if version[:2] < [3, 10]:
-        found = ".".join(map(str, version))
-        return [f"Python too old: {executable} is {found}, 3.10 or newer is needed"]
-    if needs_torch and not torch:
-        return [f"no torch: {executable} does not find it"]
-    return []
+    unfit = ""
+    if "clusterjob-interpreter" in said:
+        answer |= json.loads(said["clusterjob-interpreter"])
+        if tuple(answer["version"]) < _OLDEST:
+            version = ".".join(map(str, answer["version"]))
+            unfit = f"Python too old: {answer['executable']} is {version}, 3.10 or newer is needed"
+    elif "clusterjob-setup" in said:
+        line = setup[int(said["clusterjob-setup"])]
+        unfit = f"a setup line failed: {line}" + (f" ({stderr})" if stderr else "")
+    elif "clusterjob-none" in said:
+        unfit = f"there is no interpreter {python}"
+    else:
+        unfit = f"its interpreter {python} cannot be started" + (f": {stderr}" if stderr else "")
+    if "clusterjob-facts" in said:
+        answer["facts"] = json.loads(said["clusterjob-facts"])
+    if asked.returncode:
+        status = asked.returncode
+        how = f"signal {-status}" if status < 0 else f"exit code {status}"
+        answer["died"] = how + (f": {stderr}" if stderr else "")
+    return answer | {"unfit": unfit, "setup": "clusterjob-setup" in said}
 
 
 def work_environment() -> dict[str, str]:

@@ -1,87 +1,60 @@
-"""Main loop of the host server: read requests from stdin, write answers to stdout."""
+"""Main loop of the host server: read calls from stdin, write answers to stdout.
+
+A call is one line of JSON: ``call``, the name of a function; ``arguments``, by name; and ``size``,
+the number of bytes that follow. Its sender is the user, and runs the same version.
+"""
 
 from __future__ import annotations
 
+import functools
 import json
 import signal
 import sys
 import traceback
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
-from clusterjob.node.host_server import code_store, commands, host_check, jobs, requests
-from clusterjob.node.system.codec import MalformedMessageError, UnknownMessageError
+from clusterjob.errors import os_error_text
+from clusterjob.node.host_server import code_store, commands, host_check, jobs
 
-_IDLE_TIMEOUT = 600  # seconds without a request after which the session ends
-Answer = tuple[dict[str, Any], bytes]
-# The function for each request except `Facts`; it gets clusterjob's directory on this host and the
-# request. Bytes follow the requests of `WITH_BODY`: these functions also get one that reads them.
-HANDLERS: dict[type[Any], Callable[[Path, Any], dict[str, Any] | Answer]] = {
-    requests.Check: host_check.check,
-    requests.Fit: host_check.interpreter,
-    requests.FindStored: code_store.find,
-    requests.PollNode: jobs.poll_node,
-    requests.PollJobs: jobs.poll_jobs,
-    requests.Tree: jobs.tree,
-    requests.Digests: jobs.digests,
-    requests.Get: jobs.get,
-    requests.RunCommand: commands.run,
-    requests.ReapCommand: commands.reap,
-    requests.DropCommand: commands.drop,
-    requests.EnterJob: lambda *_: {},
-    requests.ExecCommand: lambda *_: {},
-    requests.Reserve: jobs.reserve,
-    requests.Start: jobs.start,
-    requests.Up: jobs.up,
-    requests.Cancel: jobs.cancel,
-    requests.RequestStop: jobs.request_stop,
-    requests.Remove: jobs.remove,
-    requests.Clean: jobs.clean,
+_IDLE_TIMEOUT = 600  # seconds without a call after which the session ends
+# Functions that take clusterjob's directory on this host and the arguments of the call. They return
+# a JSON object, or one and the bytes that follow it.
+FUNCTIONS: dict[str, Callable[..., Any]] = {
+    function.__name__: function
+    for function in (
+        host_check.check,
+        jobs.put,
+        jobs.reserve,
+        jobs.start,
+        jobs.up,
+        jobs.poll,
+        jobs.cancel,
+        jobs.request_stop,
+        jobs.remove,
+        jobs.clean,
+        jobs.tree,
+        jobs.get,
+        code_store.install,
+        code_store.has_file,
+        code_store.receive,
+        commands.run_command,
+        commands.reap_command,
+        commands.take_over,
+    )
 }
-WITH_BODY: dict[type[Any], Callable[[Path, Any, Callable[[int], bytes]], dict[str, Any]]] = {
-    requests.Put: jobs.put,
-    requests.Install: lambda home, request, read: code_store.install(home, request, read(-1)),
-    requests.ReceiveFiles: code_store.receive,
-}
-
-
-class RequestBody:
-    """The bytes that follow a request.
-
-    Args:
-        stream: the stream that they come from.
-        size: their number.
-
-    Attributes:
-        left: the number of bytes that are not read yet.
-    """
-
-    def __init__(self, stream: BinaryIO, size: int) -> None:
-        self._stream = stream
-        self.left = size
-
-    def read(self, size: int = -1) -> bytes:
-        """Return the next `size` bytes, or all remaining ones.
-
-        Raises:
-            EOFError: the submitter closed the connection.
-        """
-        wanted = self.left if size < 0 else min(size, self.left)
-        data = self._stream.read(wanted)
-        self.left -= len(data)
-        if len(data) < wanted:
-            raise EOFError
-        return data
+_WITH_BODY = ("put", "install", "receive")  # bytes follow these calls
 
 
 def main(home: str, node_zip: str) -> None:
-    """Answer requests until stdin ends.
+    """Answer calls until stdin ends, or a call takes the streams over.
 
     Args:
         home: clusterjob's directory on this host.
         node_zip: path of the node zip.
     """
+    functions = FUNCTIONS | {"interpreter": functools.partial(host_check.interpreter, node_zip)}
     while True:
         # After a network failure stdin never ends: SIGALRM, which has no handler, ends the process.
         signal.alarm(_IDLE_TIMEOUT)
@@ -90,41 +63,27 @@ def main(home: str, node_zip: str) -> None:
         if not line:
             return
         received = json.loads(line)
-        body = RequestBody(sys.stdin.buffer, received.get("size", 0))
-        request, data = None, b""
+        name, arguments = received["call"], received["arguments"]
+        body = code_store.Part(sys.stdin.buffer.read, received["size"])
+        if name in _WITH_BODY:
+            arguments["read"] = body.read
+        data, then = b"", None
         try:
-            request = requests.REQUESTS.decode(received)
-            answer, data = _answer(Path(home), node_zip, request, body)
+            answer = functions[name](Path(home), **arguments)
+            if isinstance(answer, tuple):
+                answer, data = answer
+            then = answer.pop("then", None)
         except EOFError:
             return
-        except UnknownMessageError as error:
-            answer = {"error": f"unknown request {error.shown}"}
-        except MalformedMessageError as error:
-            answer = {"error": f"malformed request: {error}"}
         except OSError as error:
-            path = f": {error.filename}" if error.filename else ""
-            answer = {"error": f"{error.strerror or error}{path}"}
+            answer = {"error": os_error_text(error)}
         except Exception:
             trace = traceback.format_exc().strip().replace("\n", " | ")
             answer = {"error": f"internal error of clusterjob: {trace}"}
-        while body.left:
-            body.read(1 << 20)
+        while body.read(1 << 20):
+            pass
         sys.stdout.buffer.write(json.dumps({**answer, "size": len(data)}).encode() + b"\n" + data)
         sys.stdout.buffer.flush()
-        if isinstance(request, requests.EnterJob):
-            from clusterjob.node.inside.program import main as enter
-
-            enter()
+        if then is not None:
+            then()
             return
-        if isinstance(request, requests.ExecCommand):
-            commands.replace_process(request)
-            return
-
-
-def _answer(home: Path, node_zip: str, request: Any, body: RequestBody) -> Answer:
-    if isinstance(request, requests.Facts):
-        return host_check.facts(request, node_zip), b""
-    if type(request) in WITH_BODY:
-        return WITH_BODY[type(request)](home, request, body.read), b""
-    answer = HANDLERS[type(request)](home, request)
-    return answer if isinstance(answer, tuple) else (answer, b"")

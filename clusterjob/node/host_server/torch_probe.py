@@ -26,28 +26,17 @@ def facts() -> dict[str, Any]:
         ``driver_error``: torch's message about the driver. ``backends``: those of
         torch.distributed.
     """
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
     begin = time.monotonic()
     why = preload.preload_torch()
     seconds = time.monotonic() - begin
     torch = sys.modules.get("torch")
     there = torch is not None and hasattr(torch, "__version__")
     broken = why or "" if preload.has_torch() and not there else ""
-    found = {"torch": "", "broken": broken, "fork": why or _fork(), "seconds": seconds}
+    found = {"torch": "", "broken": broken, "fork": why or "", "seconds": seconds}
     if there:
         found |= _of_torch(torch)
     return found
-
-
-def _fork() -> str:
-    """Return why this process cannot be forked; empty if it can."""
-    try:
-        child = os.fork()
-    except OSError as error:
-        return f"fork: {error.strerror}"
-    if child == 0:
-        os._exit(0)
-    status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-    return f"a forked process ended with {status}" if status else ""
 
 
 def _of_torch(torch: Any) -> dict[str, Any]:

@@ -24,26 +24,24 @@ import subprocess
 import sys
 import termios
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from clusterjob.node import contract, job_processes
 from clusterjob.node.inside import streams
 from clusterjob.node.inside.streams import STDERR, STDIN, STDOUT, FrameError, Stream, Streams
+from clusterjob.node.job_processes import RankProcess
 from clusterjob.node.stacks.collect import collect
 from clusterjob.node.stacks.offer import anonymous_file
 from clusterjob.node.system import processes
 
-_MAX_REQUEST = 16 << 20  # bytes; execve(2) takes less
 _SILENCE = 120.0  # seconds without a frame after which the submitter counts as dead
 _START_TIMEOUT = 10.0  # seconds for workers that are being started
 _TICK = 0.2  # seconds between two checks of the command and the job
 _SHORT_TICK = 0.01  # the same while the command ends
 _LAST_OUTPUT = 1.0  # seconds for the output of a command that was stopped
 _FLUSH = 10.0  # seconds for the last frames
-_MAX_STACKS = 30.0  # seconds for stacks, and for sending them
-_ADDRESSES = ("127.0.0.1", "::1")  # a server on "localhost" may listen on either
+_MAX_STACKS = 30.0  # seconds for stacks
 _CONNECT_TIMEOUT = 2.0  # seconds; loopback answers at once, unless the server's backlog is full
 NOT_EXECUTABLE, NOT_FOUND = 126, 127  # exit codes as of a shell, and of `docker exec`
 _LEFTOVERS = 1.0  # seconds that processes left behind by the command may still write
@@ -54,8 +52,8 @@ _READ_ONLY = {"BASHOPTS", "BASH_VERSINFO", "EUID", "PPID", "SHELLOPTS", "UID"}
 _SHELLS = ("/bin/bash", "/usr/bin/bash", "/bin/sh")
 _NO_SHELLS = ("", "nologin", "false")
 _NAME = re.compile(r"[A-Za-z_]\w*", re.ASCII)
-# Variables that only the worker itself can use: descriptors that a command does not inherit.
-_OWN = (contract.REPORT_FD, contract.WARNING_FD, contract.STDIN_FD)
+# Variables of the worker that mean nothing to a command: descriptors, the size of a terminal.
+_OWN = {contract.REPORT_FD, contract.WARNING_FD, contract.STDIN_FD, "COLUMNS", "LINES", "TERM"}
 
 
 def main() -> None:
@@ -63,90 +61,85 @@ def main() -> None:
     line = b""
     while not line.endswith(b"\n"):
         data = os.read(0, 1 << 16)  # the submitter sends nothing after the line before the answer
-        line += data
-        if not data or len(line) > _MAX_REQUEST:
+        if not data:
             return
+        line += data
     request = json.loads(line)
     processes.adopt_orphans()
-    try:
-        place = _wait_for_worker(request)
-    except NotHereError as error:
-        _answer({"error": error.facts})
-        return
+    end = time.monotonic() + _START_TIMEOUT
+    while True:
+        try:
+            worker, keeper = find(request["job"], request["node"], request["rank"])
+            break
+        except NotHereError as error:
+            (facts,) = error.args
+            starting = facts["why"] == "starting" and not request.get("stacks")
+            if not starting or time.monotonic() > end:
+                _answer({"error": facts})
+                return
+        time.sleep(_TICK)
+    answer = {"rank": worker.rank, "host": socket.gethostname()}
     if request.get("stacks"):
-        _answer({"rank": place.rank, "host": socket.gethostname(), "stacks": True})
+        _answer(answer | {"stacks": True})
         _send_stacks(request)
         return
-    enter = _enter_container(place)
-    _answer({"rank": place.rank, "host": socket.gethostname(), "outside": enter is None})
+    enter = _enter_container(_alive(worker, keeper))
+    _answer(answer | {"outside": enter is None})
     try:
-        _serve(place, request, enter or [])
+        _serve(worker, keeper, request, enter=enter or [])
     except FrameError as error:
         print(f"clusterjob: {error}", file=sys.stderr)
 
 
 def _answer(answer: dict[str, Any]) -> None:
-    sys.stdout.flush()
-    data = streams.MARKER + json.dumps(answer).encode() + b"\n"
-    while data:
-        data = data[os.write(1, data) :]
+    sys.stdout.buffer.write(streams.MARKER + json.dumps(answer).encode() + b"\n")
+    sys.stdout.buffer.flush()
 
 
-def _wait_for_worker(request: dict[str, Any]) -> WorkerPlace:
-    """Return the worker; wait a moment for workers that are being started."""
-    end = time.monotonic() + _START_TIMEOUT
-    while True:
-        try:
-            return find(request["job"], request["node"], request["rank"])
-        except NotHereError as error:
-            starting = error.facts["why"] == "starting" and not request.get("stacks")
-            if not starting or time.monotonic() > end:
-                raise
-        time.sleep(_TICK)
-
-
-def _serve(place: WorkerPlace, request: dict[str, Any], enter: Sequence[str]) -> None:
+def _serve(worker: RankProcess, keeper: int, request: dict[str, Any], enter: Sequence[str]) -> None:
     """Carry the streams of a command or a relay until the end; leave no process behind."""
     command: _Command | None = None  # None for a relay
     stopped: list[int] = []  # signals that end this program
 
     def control(kind: int, number: int, payload: bytes) -> None:
-        if kind == streams.OPEN and command is None:
-            _open_connection(connection, number, payload)
-        elif kind == streams.SIZE and command and len(payload) == streams.TERMINAL_SIZE.size:
-            command.resize(*streams.TERMINAL_SIZE.unpack(payload))
-        elif kind == streams.SIGNAL and command and len(payload) == 1 and payload[0] < signal.NSIG:
-            command.signal(payload[0])
-        elif kind != streams.RESET:  # the reason of the submitter's side interests nobody here
-            raise FrameError(f"a frame of kind {kind}")
+        if kind != streams.CONTROL:  # a reset: the reason of the submitter's side is not used
+            return
+        message = json.loads(payload)
+        if command is None:
+            _open_connection(connection, number, message["port"])
+        elif "size" in message:
+            command.resize(*message["size"])
+        else:
+            command.signal(message["signal"])
 
     connection = Streams(0, 1, control=control)
     for each in (signal.SIGTERM, signal.SIGHUP, signal.SIGINT):
         signal.signal(each, lambda number, _: stopped.append(number))
     if not request.get("relay"):
-        command = _Command(connection, place, request, enter)
-    job_ended = False
+        command = _Command(connection, worker, request, enter=enter, beside=_alive(worker, keeper))
+    job, job_ended = processes.identity(keeper), False
     try:
         while not (connection.closed or stopped or job_ended or connection.silence > _SILENCE):
-            connection.step(_SHORT_TICK if command is not None and command.closing else _TICK)
+            closing = command is not None and not connection.reading
+            connection.step(_SHORT_TICK if closing else _TICK)
             if command is not None and command.poll():
                 break
-            job_ended = place.ended()
+            job_ended = processes.has_ended(job)
     finally:
         if command is not None:
             command.stop()
-    end = time.monotonic() + (_LAST_OUTPUT if command is not None else 0.0)
-    while connection.reading and not connection.closed and time.monotonic() < end:
-        connection.step(_SHORT_TICK)
     code = None if command is None else command.code
     _send_end(connection, code, ended=job_ended or bool(stopped))
 
 
 def _send_end(connection: Streams, code: int | None, *, ended: bool) -> None:
-    """Send the last frame, with the exit code, and what is queued before it."""
-    connection.send(streams.EXIT, payload=json.dumps({"code": code, "ended": ended}).encode())
+    """Send what is left of the streams, and the last frame, with the exit code."""
+    end = time.monotonic() + (0.0 if code is None else _LAST_OUTPUT)
+    while connection.reading and not connection.closed and time.monotonic() < end:
+        connection.step(_SHORT_TICK)
+    connection.tell({"code": code, "ended": ended})
     end = time.monotonic() + _FLUSH
-    while not (connection.sent or connection.closed) and time.monotonic() < end:
+    while connection.unsent and not connection.closed and time.monotonic() < end:
         connection.step(_SHORT_TICK)
 
 
@@ -165,85 +158,36 @@ def _send_stacks(request: dict[str, Any]) -> None:
         native=request["stacks"]["native"],
         warn=warnings.append,
     )
-    answer = {"ranks": [each.to_json() for each in stacks], "warnings": warnings}
-    file = anonymous_file("clusterjob-answer")
-    with open(file, "wb", closefd=False) as stream:
-        stream.write(json.dumps(answer, separators=(",", ":")).encode())
-    os.lseek(file, 0, os.SEEK_SET)
+    data = json.dumps({"ranks": [each.to_json() for each in stacks], "warnings": warnings})
     connection = Streams(0, 1, control=lambda *_: None)
-    connection.add(Stream(STDOUT, source=file, close_source=lambda: os.close(file)))
-    end = time.monotonic() + _MAX_STACKS
-    while connection.reading and not connection.closed and time.monotonic() < end:
-        connection.step(0.1)
+    for begin in range(0, len(data), streams.MAX_PAYLOAD):  # the submitter stores none of them
+        part = data[begin : begin + streams.MAX_PAYLOAD]
+        connection.send(streams.DATA, STDOUT, payload=part.encode())
     _send_end(connection, 0, ended=False)
 
 
-def _open_connection(connection: Streams, number: int, payload: bytes) -> None:
-    """Connect to the port that the payload names, and add the stream; reset it on an error.
-
-    Raises:
-        FrameError: the payload names no port.
-    """
-    if len(payload) != streams.PORT.size:
-        raise FrameError("a malformed port")
-    (port,) = streams.PORT.unpack(payload)
-    code = 0
-    for address in _ADDRESSES:
-        try:
-            sock = socket.create_connection((address, port), _CONNECT_TIMEOUT)
-        except OSError as error:
-            code = code or error.errno or errno.ETIMEDOUT
-            continue
+def _open_connection(connection: Streams, number: int, port: int) -> None:
+    """Connect to a port of this machine and add the stream; reset it on an error."""
+    try:
+        # A server on "localhost" may listen on 127.0.0.1, ::1 or both.
+        sock = socket.create_connection(("localhost", port), _CONNECT_TIMEOUT)
+    except OSError as error:
+        why = f"{port}: {error.strerror or 'timed out'}"
+        connection.send(streams.RESET, number, payload=why.encode())
+    else:
         streams.add_socket(connection, number, sock)
-        return
-    connection.send(streams.RESET, number, payload=f"{port}: {os.strerror(code)}".encode())
 
 
 class NotHereError(Exception):
-    """This node has no such worker.
+    """This node has no such worker; the argument says why.
 
-    Attributes:
-        facts: ``why`` (absent, starting, old or rank); for a wrong rank also ``first``, ``count``
-            and ``world`` of the ranks.
+    It has ``why`` (absent, starting or rank); for a wrong rank also ``first``, ``count`` and
+    ``world`` of the ranks.
     """
 
-    def __init__(self, why: str, **facts: int) -> None:
-        super().__init__(why)
-        self.facts = {"why": why, **facts}
 
-
-@dataclass(frozen=True)
-class WorkerPlace:
-    """What a command shares with a worker.
-
-    Attributes:
-        rank: the worker's rank; None if it is not known.
-        pid: the worker; it may have ended.
-        environ: its environment.
-        watched: pid and start time of the process with which the node's part of the job ends.
-    """
-
-    rank: int | None
-    pid: int
-    watched: tuple[int, int]
-    environ: dict[str, str] = field(repr=False)
-
-    @property
-    def directory(self) -> str:
-        """The worker's working directory, or that of its forkserver."""
-        for pid in (self.pid, self.watched[0]):
-            with contextlib.suppress(OSError):
-                return os.readlink(f"/proc/{pid}/cwd")
-        return "/"
-
-    def ended(self) -> bool:
-        """Return whether the node's part of the job has ended."""
-        pid, ticks = self.watched
-        return processes.start_ticks(pid) != ticks
-
-
-def find(job_id: str, node: int, rank: int | None) -> WorkerPlace:
-    """Return the place of a worker on this node.
+def find(job_id: str, node: int, rank: int | None) -> tuple[RankProcess, int]:
+    """Return a worker of this node, and the process with which the node's part of the job ends.
 
     Args:
         job_id: the job.
@@ -255,19 +199,17 @@ def find(job_id: str, node: int, rank: int | None) -> WorkerPlace:
     """
     found = job_processes.on_node(job_id, node)
     if not found.ranks:
-        raise NotHereError("starting" if found.started else "absent")
-    wanted = found.ranks[0].rank if rank is None else rank
-    process = next((each for each in found.ranks if each.rank == wanted), None)
-    if process is None:
-        raise NotHereError("rank", first=found.first, count=found.count, world=found.world)
-    watched = process.pid if found.forkserver is None else found.forkserver
-    environ = {name: value for name, value in process.environ.items() if name not in _OWN}
-    return WorkerPlace(
-        wanted,
-        process.pid,
-        (watched, processes.start_ticks(watched) or 0),
-        environ=environ | {job_processes.MARK: str(process.pid)},
-    )
+        raise NotHereError({"why": "starting" if found.started else "absent"})
+    worker = next((each for each in found.ranks if rank in (None, each.rank)), None)
+    if worker is None:
+        facts = {"first": found.first, "count": found.count, "world": found.world}
+        raise NotHereError({"why": "rank", **facts})
+    return worker, worker.pid if found.forkserver is None else found.forkserver
+
+
+def _alive(worker: RankProcess, keeper: int) -> int:
+    """Return the pid of the worker, or of the node's forkserver if the worker has ended."""
+    return keeper if processes.start_ticks(worker.pid) is None else worker.pid
 
 
 class _Command:
@@ -275,10 +217,11 @@ class _Command:
 
     Args:
         connection: the streams to the submitter.
-        place: the worker whose environment it gets.
+        worker: the worker whose environment it gets.
         request: ``argv``: its command line, empty for a shell; ``terminal``: (rows, columns, TERM)
             of its terminal, None for pipes; ``stdin``: whether it reads the submitter's stdin.
         enter: the words of `_enter_container`.
+        beside: the process whose directory it gets.
 
     Attributes:
         code: its exit code; None while it runs.
@@ -287,43 +230,37 @@ class _Command:
     def __init__(
         self,
         connection: Streams,
-        place: WorkerPlace,
+        worker: RankProcess,
         request: dict[str, Any],
         enter: Sequence[str],
+        beside: int,
     ) -> None:
-        terminal = request["terminal"]
         self.code: int | None = None
         self._connection = connection
-        self._terminal = terminal is not None
+        self._terminal = request["terminal"]
         self._ended_at = 0.0
         self._pid: int | None = None
         self._master: int | None = None
         self._rcfile: int | None = None
-        environ = dict(place.environ)
-        for name in ("COLUMNS", "LINES", "TERM"):
-            environ.pop(name, None)
-        if terminal is not None:
-            environ["TERM"] = terminal[2] or "xterm"
-        root = f"/proc/{place.pid}/root" if enter else ""
-        title = f"{request['job']} rank {place.rank}"
+        environ = {name: value for name, value in worker.environ.items() if name not in _OWN}
+        environ[job_processes.MARK] = str(worker.pid)
+        if self._terminal is not None:
+            environ["TERM"] = self._terminal[2] or "xterm"
+        root = f"/proc/{beside}/root" if enter else ""
+        title = f"{request['job']} rank {worker.rank}"
         words = list(request["argv"]) or self._shell(environ, title, root=root)
-        directory = place.directory
+        directory = f"/proc/{beside}/cwd"
         if enter:  # the directory may exist only in the container
             words, directory = [*enter, "--wd", "--", *words], "/"
         try:
-            self._start(
-                words, environ, directory=directory, terminal=terminal, stdin=request["stdin"]
-            )
+            self._start(words, environ, directory=directory, stdin=request["stdin"])
         except OSError as error:
+            end = "\n" if self._terminal is None else "\r\n"
+            text = f"clusterjob: {words[0][:4096]}: {error.strerror or error}{end}"
+            data = text.encode(errors="surrogateescape")
+            connection.send(streams.DATA, STDERR, payload=data)
             absent = error.errno in (errno.ENOENT, errno.ENOTDIR)
-            self._fail(words[0], error, code=NOT_FOUND if absent else NOT_EXECUTABLE)
-
-    def _fail(self, name: str, error: OSError, code: int) -> None:
-        end = "\r\n" if self._terminal else "\n"
-        text = f"clusterjob: {name}: {error.strerror or error}{end}"
-        data = text.encode(errors="surrogateescape")
-        self._connection.send(streams.DATA, STDERR, payload=data[: streams.MAX_PAYLOAD])
-        self.code, self._ended_at = code, time.monotonic()
+            self.code = NOT_FOUND if absent else NOT_EXECUTABLE
 
     def _shell(self, environ: dict[str, str], title: str, root: str) -> list[str]:
         """Return the command line of the user's shell; bash gets a prompt and the environment.
@@ -362,18 +299,12 @@ class _Command:
         return [shell, "--rcfile", f"/dev/fd/{self._rcfile}", "-i"]
 
     def _start(
-        self,
-        words: list[str],
-        environ: dict[str, str],
-        *,
-        directory: str,
-        terminal: Sequence[Any] | None,
-        stdin: bool,
+        self, words: list[str], environ: dict[str, str], *, directory: str, stdin: bool
     ) -> None:
         slave = None
-        if terminal is not None:
+        if self._terminal is not None:
             self._master, slave = os.openpty()
-            self.resize(*terminal[:2])
+            self.resize(*self._terminal[:2])
         end = subprocess.PIPE if slave is None else slave
         parent = os.getpid()
         ctypes.CDLL(None)  # loaded before the fork
@@ -403,18 +334,18 @@ class _Command:
         self._pid = child.pid
         child.returncode = 0  # this object reaps it
         if self._master is not None:
-            os.set_blocking(self._master, False)
-            self._connection.add(Stream(STDOUT, source=self._master))
-            self._connection.add(Stream(STDIN, sink=self._master, close_sink=self._hang_up))
-        for number, pipe in ((STDOUT, child.stdout), (STDERR, child.stderr)):
+            self._add(STDOUT, self._master, lambda: None)
+            self._add(STDIN, self._master, self._hang_up)
+        for number, pipe in ((STDOUT, child.stdout), (STDERR, child.stderr), (STDIN, child.stdin)):
             if pipe is not None:
-                os.set_blocking(pipe.fileno(), False)
-                self._connection.add(Stream(number, source=pipe.fileno(), close_source=pipe.close))
-        if child.stdin is not None:
-            os.set_blocking(child.stdin.fileno(), False)
-            self._connection.add(
-                Stream(STDIN, sink=child.stdin.fileno(), close_sink=child.stdin.close)
-            )
+                self._add(number, pipe.fileno(), pipe.close)
+
+    def _add(self, number: int, end: int, close: Callable[[], None]) -> None:
+        os.set_blocking(end, False)
+        if number == STDIN:
+            self._connection.add(Stream(number, sink=end, close_sink=close))
+        else:
+            self._connection.add(Stream(number, source=end, close_source=close))
 
     def _hang_up(self) -> None:
         if self._master is not None:
@@ -445,11 +376,6 @@ class _Command:
             self.stop()
         return False
 
-    @property
-    def closing(self) -> bool:
-        """Whether the command has closed its output, or has ended, so that its end is near."""
-        return self.code is not None or not self._connection.reading
-
     def stop(self) -> None:
         """End all processes of the command: SIGHUP, SIGTERM and, after the grace, SIGKILL."""
         end = time.monotonic() + _GRACE
@@ -469,15 +395,14 @@ class _Command:
                 self._ended_at = time.monotonic()
 
 
-def _enter_container(place: WorkerPlace) -> list[str] | None:
-    """Return the words that run a command in the worker's container.
+def _enter_container(pid: int) -> list[str] | None:
+    """Return the words that run a command in the container of a process.
 
     The container of an unprivileged engine has a user namespace that its owner may enter.
 
     Returns:
-        The words; empty if the worker runs in no container; None if this user cannot enter it.
+        The words; empty if the process runs in no container; None if this user cannot enter it.
     """
-    pid = place.pid if processes.start_ticks(place.pid) is not None else place.watched[0]
     if processes.namespace(pid, "mnt") in ("", processes.namespace(os.getpid(), "mnt")):
         return []
     words = ["nsenter", f"--target={pid}", "--mount"]

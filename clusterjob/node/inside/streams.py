@@ -8,14 +8,17 @@ stream before the other side grants more, so a slow reader of one stream delays 
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import selectors
 import socket
 import struct
 import sys
 import time
-from collections.abc import Callable, Iterable
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 WINDOW = 1 << 19  # bytes of a stream that the receiver stores
 MAX_PAYLOAD = 1 << 15  # bytes of one frame
@@ -30,26 +33,17 @@ _HEADER = struct.Struct(">BII")
 _Selector = selectors.SelectSelector if sys.platform == "darwin" else selectors.PollSelector
 
 # Kinds of frames.
-OPEN = 1  # a new stream; the payload belongs to the user of `Streams`
+CONTROL = 1  # a JSON object, which belongs to the users of `Streams`
 DATA = 2
 END = 3  # the sender sends no more data of the stream
 GRANT = 4  # the sender accepts this number of further bytes (4 bytes)
 RESET = 5  # the sender accepts no more data of the stream; the payload is the reason
-SIZE = 6  # the size of the terminal, as `TERMINAL_SIZE`
-SIGNAL = 7  # a signal for the command (1 byte)
-EXIT = 8  # the last frame: a JSON object
-ALIVE = 9  # the sender is alive
-_KINDS = range(OPEN, ALIVE + 1)
-_GRANT = struct.Struct(">I")
-PORT = struct.Struct(">H")  # the payload of `OPEN` to a relay
-TERMINAL_SIZE = struct.Struct(">HH")  # rows and columns
+ALIVE = 6  # the sender is alive
 
-MARKER = b"clusterjob-inside-1 "  # begins the line before the first frame; a login may print more
+MARKER = b"clusterjob-inside-2 "  # begins the line before the first frame; a login may print more
 STDIN, STDOUT, STDERR = 0, 1, 2  # streams of a command; a terminal uses the first two
 
 READ, WRITE = selectors.EVENT_READ, selectors.EVENT_WRITE  # flags of `wait`
-Source = int | None
-Sink = int | Callable[[bytes], None] | None
 
 
 class FrameError(ValueError):
@@ -65,7 +59,6 @@ class Stream:
         source: the descriptor whose bytes are sent; None after its end.
         sink: the descriptor, or the function, for received bytes; None after its end.
         close_source, close_sink: called once, at the end of each.
-        shared: whether other processes use the sink, so that it stays in blocking mode.
         credit: number of bytes that the other side accepts.
         waiting: received bytes that are not written yet.
         ending: whether the other side has sent its last byte.
@@ -74,21 +67,28 @@ class Stream:
     """
 
     number: int
-    source: Source = None
-    sink: Sink = None
+    source: int | None = None
+    sink: int | Callable[[bytes], None] | None = None
     close_source: Callable[[], None] = lambda: None
     close_sink: Callable[[], None] = lambda: None
-    shared: bool = False
     credit: int = WINDOW
     waiting: bytearray = field(default_factory=bytearray)
     ending: bool = False
     granted: int = 0
     error: OSError | None = None
 
-    @property
-    def done(self) -> bool:
-        """Whether both directions have ended."""
-        return self.source is None and self.sink is None
+    def end_source(self) -> None:
+        """Send nothing more."""
+        if self.source is not None:
+            self.source = None
+            self.close_source()
+
+    def end_sink(self) -> None:
+        """Accept nothing more."""
+        self.waiting.clear()
+        if self.sink is not None:
+            self.sink = None
+            self.close_sink()
 
 
 class Streams:
@@ -96,12 +96,13 @@ class Streams:
 
     Args:
         reader, writer: descriptors of the connection.
-        control: called with (kind, stream number, payload) of each frame that is not about the
-            data of a stream, and of each `RESET` with a reason.
+        control: called with (kind, stream number, payload) of each `CONTROL` frame, each frame of
+            an unknown kind, and each `RESET` with a reason.
 
     Attributes:
         closed: whether the other side has closed the connection.
         streams: the streams that have not ended.
+        unsent: the frames that are queued.
     """
 
     def __init__(
@@ -112,7 +113,7 @@ class Streams:
         self._deaf = False  # the other side takes nothing more; it may have sent its last frames
         self.streams: dict[int, Stream] = {}
         self._received = bytearray()
-        self._unsent = bytearray()
+        self.unsent = bytearray()
         self._alive_due = self._heard = time.monotonic()
         os.set_blocking(reader, False)
         os.set_blocking(writer, False)
@@ -130,7 +131,11 @@ class Streams:
     def send(self, kind: int, number: int = 0, payload: bytes = b"") -> None:
         """Queue a frame, unless the other side takes nothing more."""
         if not self._deaf:
-            self._unsent += _HEADER.pack(kind, number, len(payload)) + payload + b"\n"
+            self.unsent += _HEADER.pack(kind, number, len(payload)) + payload + b"\n"
+
+    def tell(self, message: Mapping[str, Any], number: int = 0) -> None:
+        """Queue a `CONTROL` frame."""
+        self.send(CONTROL, number, payload=json.dumps(message).encode())
 
     @property
     def written(self) -> bool:
@@ -143,31 +148,26 @@ class Streams:
         return any(stream.source is not None for stream in self.streams.values())
 
     @property
-    def sent(self) -> bool:
-        """Whether all queued frames are sent."""
-        return not self._unsent
-
-    @property
     def silence(self) -> float:
         """Seconds since the other side has sent anything; it sends a sign of life every 10 s."""
         return time.monotonic() - self._heard
 
     def interest(self) -> dict[int, int]:
         """Return the descriptors to `wait` for, with the flags of each."""
-        wanted: dict[int, int] = {}
+        wanted: defaultdict[int, int] = defaultdict(int)
         if not self.closed:
-            wanted[self._reader] = READ
-            if self._unsent:
-                wanted[self._writer] = wanted.get(self._writer, 0) | WRITE
-        full = self._deaf or len(self._unsent) > _MAX_UNSENT
+            wanted[self._reader] |= READ
+            if self.unsent:
+                wanted[self._writer] |= WRITE
+        full = self.closed or self._deaf or len(self.unsent) > _MAX_UNSENT
         for stream in self.streams.values():
-            if stream.source is not None and stream.credit and not full and not self.closed:
-                wanted[stream.source] = wanted.get(stream.source, 0) | READ
+            if stream.source is not None and stream.credit and not full:
+                wanted[stream.source] |= READ
             if isinstance(stream.sink, int) and stream.waiting:
-                wanted[stream.sink] = wanted.get(stream.sink, 0) | WRITE
+                wanted[stream.sink] |= WRITE
         return wanted
 
-    def handle(self, ready: dict[int, int]) -> None:
+    def handle(self, ready: Mapping[int, int]) -> None:
         """Read and write the descriptors that are ready, and send a sign of life when it is due.
 
         Raises:
@@ -178,14 +178,18 @@ class Streams:
             self.send(ALIVE)
         for stream in list(self.streams.values()):
             if isinstance(stream.sink, int) and ready.get(stream.sink, 0) & WRITE:
-                self._write(stream)
+                self._write(stream, stream.sink)
             if stream.source is not None and ready.get(stream.source, 0) & READ:
-                self._read(stream)
-            self._forget(stream)
+                self._read(stream, stream.source)
+            self._settle(stream)
         if ready.get(self._reader, 0) & READ and not self.closed:
             self._receive()
-        self._grant()
-        if self._unsent and not self.closed:
+        # Grants wait while the other side does not read, so they need no memory.
+        for stream in self.streams.values():
+            if stream.granted and len(self.unsent) < _MAX_UNSENT:
+                self.send(GRANT, stream.number, payload=stream.granted.to_bytes(4, "big"))
+                stream.granted = 0
+        if self.unsent and not self.closed:
             self._flush()
 
     def step(self, timeout: float) -> None:
@@ -202,136 +206,102 @@ class Streams:
         begin = 0
         while len(self._received) - begin >= _HEADER.size:
             kind, number, size = _HEADER.unpack_from(self._received, begin)
-            if kind not in _KINDS or size > MAX_PAYLOAD:
+            if size > MAX_PAYLOAD:
                 raise FrameError(f"a frame of kind {kind} with {size} bytes")
-            end = begin + _HEADER.size + size
-            if len(self._received) <= end:
+            payload = begin + _HEADER.size
+            if len(self._received) <= payload + size:
                 break
-            if self._received[end] != 10:
-                raise FrameError("a frame without its end")
-            payload = bytes(self._received[begin + _HEADER.size : end])
-            begin = end + 1
-            self._dispatch(kind, number, payload)
+            begin = payload + size + 1
+            self._dispatch(kind, number, bytes(self._received[payload : begin - 1]))
         del self._received[:begin]
 
     def _receive(self) -> None:
-        try:
-            data = os.read(self._reader, 1 << 17)
-        except (BlockingIOError, InterruptedError):
+        data = _some(self._reader, 1 << 17)
+        if data is None:
             return
-        except OSError:
-            data = b""
-        if not data:
-            self.closed = True
-            return
+        self.closed = not data
         self._heard = time.monotonic()
         self.feed(data)
 
-    def _grant(self) -> None:
-        """Queue the grants; they wait while the other side does not read, and need no memory."""
-        for stream in self.streams.values():
-            if stream.granted and len(self._unsent) < _MAX_UNSENT:
-                self.send(GRANT, stream.number, payload=_GRANT.pack(stream.granted))
-                stream.granted = 0
-
     def _flush(self) -> None:
         try:
-            sent = os.write(self._writer, self._unsent[: 1 << 17])
-        except (BlockingIOError, InterruptedError):
+            sent = os.write(self._writer, self.unsent[: 1 << 17])
+        except BlockingIOError:
             return
         except OSError:
             self._deaf = True
-            self._unsent.clear()
+            self.unsent.clear()
             return
-        del self._unsent[:sent]
+        del self.unsent[:sent]
 
     def _dispatch(self, kind: int, number: int, payload: bytes) -> None:
-        if kind == ALIVE:
-            return
         if kind not in (DATA, END, GRANT, RESET):
-            self._control(kind, number, payload)
+            if kind != ALIVE:
+                self._control(kind, number, payload)
             return
         stream = self.streams.get(number)
         if stream is None:
             return  # it has ended here
         if kind == DATA:
             self._take(stream, payload)
-        elif kind == END:
-            stream.ending = True
-            self._end_sink_if_done(stream)
         elif kind == GRANT:
-            if len(payload) != _GRANT.size:
-                raise FrameError("a malformed grant")
-            stream.credit = min(WINDOW, stream.credit + _GRANT.unpack(payload)[0])
+            stream.credit = min(WINDOW, stream.credit + int.from_bytes(payload, "big"))
         else:
+            stream.ending = True
+        if kind == RESET:
             if payload:
                 self._control(RESET, number, payload)
-            stream.ending = True
-            stream.waiting.clear()
-            self._end_source(stream)
-            self._end_sink_if_done(stream)
-        self._forget(stream)
+            stream.end_source()
+            stream.end_sink()
+        self._settle(stream)
 
     def _take(self, stream: Stream, data: bytes) -> None:
         if len(stream.waiting) + len(data) > WINDOW or stream.ending:
             raise FrameError(f"more bytes of stream {stream.number} than its window allows")
-        if stream.sink is None:
-            return
         if callable(stream.sink):
             stream.sink(data)
             stream.granted = min(WINDOW, stream.granted + len(data))
-            return
-        stream.waiting += data
-        self._write(stream)
+        elif stream.sink is not None:
+            stream.waiting += data
 
-    def _write(self, stream: Stream) -> None:
-        assert isinstance(stream.sink, int)
-        if stream.shared and not wait({stream.sink: WRITE}, 0.0):
-            return
-        most = _SAFE_WRITE if stream.shared else len(stream.waiting)
+    def _write(self, stream: Stream, sink: int) -> None:
         try:
-            count = os.write(stream.sink, stream.waiting[:most])
-        except (BlockingIOError, InterruptedError):
+            count = os.write(sink, stream.waiting[:_SAFE_WRITE])
+        except BlockingIOError:
             return
         except OSError as error:
-            stream.waiting.clear()
-            stream.sink = None
-            stream.close_sink()
             stream.error = error
+            stream.end_sink()
             self.send(RESET, stream.number, payload=(error.strerror or "").encode()[:200])
             return
         del stream.waiting[:count]
         stream.granted = min(WINDOW, stream.granted + count)
-        self._end_sink_if_done(stream)
 
-    def _end_sink_if_done(self, stream: Stream) -> None:
-        if stream.ending and not stream.waiting and stream.sink is not None:
-            stream.sink = None
-            stream.close_sink()
-
-    def _read(self, stream: Stream) -> None:
-        assert stream.source is not None
-        try:
-            data = os.read(stream.source, min(stream.credit, MAX_PAYLOAD))
-        except (BlockingIOError, InterruptedError):
-            return
-        except OSError:  # EIO: no process has the terminal open any more
-            data = b""
+    def _read(self, stream: Stream, source: int) -> None:
+        data = _some(source, min(stream.credit, MAX_PAYLOAD))
         if data:
             stream.credit -= len(data)
             self.send(DATA, stream.number, payload=data)
-        else:
+        elif data is not None:
             self.send(END, stream.number)
-            self._end_source(stream)
+            stream.end_source()
 
-    def _end_source(self, stream: Stream) -> None:
-        if stream.source is not None:
-            stream.source = None
-            stream.close_source()
+    def _settle(self, stream: Stream) -> None:
+        """Close the sink after the last byte, and forget a stream that has ended."""
+        if stream.ending and not stream.waiting:
+            stream.end_sink()
+        if stream.source is None and stream.sink is None:
+            self.streams.pop(stream.number, None)
 
-    def _forget(self, stream: Stream) -> None:
-        if stream.done and self.streams.get(stream.number) is stream:
-            del self.streams[stream.number]
+
+def _some(descriptor: int, most: int) -> bytes | None:
+    """Return the bytes that can be read now; empty at the end, None if there are none yet."""
+    try:
+        return os.read(descriptor, most)
+    except BlockingIOError:
+        return None
+    except OSError:  # EIO: no process has the terminal open any more
+        return b""
 
 
 def add_socket(connection: Streams, number: int, sock: socket.socket) -> None:
@@ -341,19 +311,18 @@ def add_socket(connection: Streams, number: int, sock: socket.socket) -> None:
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     stream = Stream(number, source=sock.fileno(), sink=sock.fileno())
 
-    def ended(how: int) -> None:
-        with contextlib.suppress(OSError):  # the peer has closed it
-            if stream.done:
-                sock.close()
-            else:
-                sock.shutdown(how)
+    def ended() -> None:
+        if stream.source is None and stream.sink is None:
+            sock.close()
+        elif stream.sink is None:
+            with contextlib.suppress(OSError):  # the peer has closed it
+                sock.shutdown(socket.SHUT_WR)
 
-    stream.close_source = lambda: ended(socket.SHUT_RD)
-    stream.close_sink = lambda: ended(socket.SHUT_WR)
+    stream.close_source = stream.close_sink = ended
     connection.add(stream)
 
 
-def wait(wanted: dict[int, int], timeout: float) -> dict[int, int]:
+def wait(wanted: Mapping[int, int], timeout: float) -> dict[int, int]:
     """Return the descriptors that are ready, with `READ` and `WRITE` flags.
 
     Args:
@@ -370,8 +339,8 @@ def wait_for_any(
     connections: Iterable[Streams], more: Iterable[int], timeout: float
 ) -> dict[int, int]:
     """Wait for several connections and further descriptors that are read; return the ready ones."""
-    wanted: dict[int, int] = dict.fromkeys(more, READ)
+    wanted = defaultdict(int, dict.fromkeys(more, READ))
     for connection in connections:
         for each, flags in connection.interest().items():
-            wanted[each] = wanted.get(each, 0) | flags
+            wanted[each] |= flags
     return wait(wanted, timeout)

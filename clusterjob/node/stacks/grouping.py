@@ -73,7 +73,7 @@ class RankStack:
 
     def to_json(self) -> dict[str, Any]:
         """Return the stack as plain data."""
-        return codec.fields_of(self)
+        return codec.plain(self)
 
 
 # A line of a frame; faulthandler cuts file names off after 500 characters.

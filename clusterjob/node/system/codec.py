@@ -11,36 +11,19 @@ import functools
 import json
 import types
 import typing
-from collections.abc import Callable, Sequence
-from dataclasses import MISSING, dataclass, fields, is_dataclass
-from enum import Enum, EnumMeta
-from typing import Annotated, Any, TypeVar
+from collections.abc import Callable, Sized
+from dataclasses import MISSING, dataclass, fields, is_dataclass, replace
+from enum import Enum
+from typing import Any, TypeVar
 
 _NAME = "type"  # the key of the message's name; no message may have a field of this name
-_MAX_NUMBER = 2**31 - 1
 _MAX_SECONDS = 1e9
-_MAX_TEXT = 1 << 17  # characters; the longest environment variable that execve(2) takes
-_MAX_ITEMS = 256
-_PLAIN = (str, int, float, bool)
 _SHOWN = 80  # characters of a wrong value in an error
 _T = TypeVar("_T")
-Reader = Callable[[Any], Any]
 
 
 class MalformedMessageError(ValueError):
     """A message is unknown or has a wrong field; the text names the field."""
-
-
-class UnknownMessageError(MalformedMessageError):
-    """No message of the codec has this name.
-
-    Args:
-        name: the name, as it arrived.
-    """
-
-    def __init__(self, name: Any) -> None:
-        self.shown = f"{name!r:.{_SHOWN}}"
-        super().__init__(f"unknown message {self.shown}")
 
 
 @dataclass(frozen=True)
@@ -58,13 +41,50 @@ class Limit:
     cuts: bool = False
 
 
+_MANY = Limit(2**31 - 1)
+# The limits of fields without their own; execve(2) takes no longer environment variable.
+_LIMITS: dict[Any, Limit] = {str: Limit(1 << 17), tuple: Limit(256)}
+# Whether a value is of a type, and within a limit.
+_CHECKS: dict[Any, Callable[[Any, Limit], bool]] = {
+    int: lambda value, limit: type(value) is int and limit.minimum <= value <= limit.maximum,
+    float: lambda value, _: type(value) in (int, float) and 0 <= value < _MAX_SECONDS,
+    bool: lambda value, _: isinstance(value, bool),
+    str: lambda value, limit: isinstance(value, str) and _fits(value, limit),
+    tuple: lambda value, limit: isinstance(value, list) and _fits(value, limit),
+    dict: lambda value, _: (
+        isinstance(value, dict) and all(isinstance(each, str) for each in value.values())
+    ),
+}
+
+
+def _fits(value: Sized, limit: Limit) -> bool:
+    return limit.cuts or len(value) <= limit.maximum
+
+
+@dataclass(frozen=True)
+class _Form:
+    """What a type annotation accepts.
+
+    Attributes:
+        kind: a key of `_CHECKS`, or a function that reads a value or raises ValueError.
+        limit: the bounds of a value.
+        item: the form of the items of a list.
+        optional: whether null is accepted.
+    """
+
+    kind: Any
+    limit: Limit
+    item: _Form | None
+    optional: bool
+
+
 class Codec:
     """The messages that one process may send to another.
 
     Args:
         *kinds: the dataclasses of the messages. Accepted field types: bool, int, float, str, a
-            tuple of one type or of a fixed number of types, dict[str, ...], another dataclass, and
-            each of these types or None. A dataclass with `to_json` and `from_json` encodes itself.
+            tuple of one type, dict[str, str], an enumeration, another dataclass, and each of these
+            types or None. The `from_json` of a dataclass checks its data.
     """
 
     def __init__(self, *kinds: type[Any]) -> None:
@@ -73,22 +93,11 @@ class Codec:
         self._latest_json = b""
 
     def encode(self, message: Any) -> dict[str, Any]:
-        """Return a message as plain data.
-
-        Raises:
-            TypeError: the message does not belong to this codec.
-        """
-        name = type(message).__name__
-        if self._kinds.get(name) is not type(message):
-            raise TypeError(f"{name} is not a message of this codec")
-        return {_NAME: name, **plain(message)}
+        """Return a message as plain data."""
+        return {_NAME: type(message).__name__, **plain(message)}
 
     def encode_json(self, message: Any) -> bytes:
-        """Return a message as JSON; a message that goes to many peers in turn is encoded once.
-
-        Raises:
-            TypeError: the message does not belong to this codec.
-        """
+        """Return a message as JSON; a message that goes to many peers in turn is encoded once."""
         if message is not self._latest:
             self._latest_json = json.dumps(self.encode(message)).encode()
             self._latest = message
@@ -98,14 +107,14 @@ class Codec:
         """Return the message that plain data describes.
 
         Raises:
-            UnknownMessageError: the message is unknown.
-            MalformedMessageError: a field is missing or has a wrong value.
+            MalformedMessageError: the message is unknown, or a field is missing or has a wrong
+                value.
         """
         name = data.get(_NAME) if isinstance(data, dict) else None
         kind = self._kinds.get(name) if isinstance(name, str) else None
         if kind is None:
-            raise UnknownMessageError(name)
-        return _apply(_reader(typing.cast("Any", kind), kind.__name__), data)
+            raise MalformedMessageError(f"unknown message {name!r:.{_SHOWN}}")
+        return read(kind, data)
 
 
 def read(kind: type[_T], data: Any) -> _T:
@@ -114,176 +123,77 @@ def read(kind: type[_T], data: Any) -> _T:
     Raises:
         MalformedMessageError: the data is no object, or a field is missing or has a wrong value.
     """
-    found: _T = _apply(_read_object(typing.cast("Any", kind), kind.__name__), data)
-    return found
-
-
-def _apply(reader: Reader, data: Any) -> Any:
-    try:
-        return reader(data)
-    except RecursionError as error:  # json.loads allows a few levels more than the repr in an error
-        raise MalformedMessageError("a value is nested too deeply") from error
-
-
-@functools.cache
-def _field_names(kind: Any) -> tuple[str, ...]:
-    return tuple(field.name for field in fields(kind))
-
-
-def fields_of(value: Any) -> dict[str, Any]:
-    """Return the fields of a dataclass's object as plain data, also if it has a `to_json`."""
-    kind: Any = type(value)
-    return {name: plain(getattr(value, name)) for name in _field_names(kind)}
+    forms, required = _fields(kind)
+    if not isinstance(data, dict):
+        raise MalformedMessageError(f"{kind.__name__}: not an object")
+    for name in required:
+        if name not in data:
+            raise MalformedMessageError(f"{kind.__name__}: no {name}")
+    found = {}
+    for name, form in forms.items():
+        if name in data:
+            try:
+                found[name] = _value(form, data[name])
+            except (ValueError, RecursionError) as error:
+                raise MalformedMessageError(f"{kind.__name__}.{name}: {error}") from error
+    return kind(**found)
 
 
 def plain(value: Any) -> Any:
     """Return an object of a dataclass as plain data, with its fields in order."""
-    if value is None or type(value) in _PLAIN:
-        return value
-    if hasattr(value, "to_json"):
-        return value.to_json()
     if is_dataclass(value):
-        return fields_of(value)
+        return {name: plain(getattr(value, name)) for name in _fields(type(value))[0]}
     if isinstance(value, tuple):
         return [plain(item) for item in value]
-    if isinstance(value, Enum):
-        return value.value
-    return value
+    return value.value if isinstance(value, Enum) else value
 
 
 @functools.cache
-def _reader(annotation: Any, where: str) -> Reader:
-    """Return the function that checks a value of this type and returns it.
+def _fields(kind: Any) -> tuple[dict[str, _Form], list[str]]:
+    """Return the forms of a dataclass's fields, and the names of those without a default.
 
-    A large job decodes thousands of messages at once; so each annotation is examined only once.
-
-    Args:
-        annotation: the type.
-        where: the name of the value for errors, such as ``Hello.host``.
+    A large job decodes thousands of messages at once; so each class is examined only once.
     """
-    limit: Limit | None = None
-    if typing.get_origin(annotation) is typing.Annotated:
-        annotation, limit = typing.get_args(annotation)
-    origin, arguments = typing.get_origin(annotation), typing.get_args(annotation)
-    if origin in (typing.Union, types.UnionType):
-        inner = _reader(next(each for each in arguments if each is not type(None)), where)
-        return lambda value: None if value is None else inner(value)
-    if origin is tuple and arguments[-1] is Ellipsis:
-        return _read_list(arguments[0], where, limit or Limit(_MAX_ITEMS))
-    if origin is tuple:
-        return _read_items(arguments, where)
-    if origin is dict:
-        return _read_map(arguments[1], where)
-    if hasattr(annotation, "from_json"):
-        return _read_json(annotation.from_json, where)
-    if isinstance(annotation, EnumMeta):
-        return _read_json(annotation, where)
-    if is_dataclass(annotation):
-        return _read_object(typing.cast("Any", annotation), where)
-    if annotation is int:
-        low, high = (limit.minimum, limit.maximum) if limit else (0, _MAX_NUMBER)
-        return _read_if(lambda value: type(value) is int and low <= value <= high, where)
-    if annotation is str:
-        return _read_text(limit or Limit(_MAX_TEXT), where)
-    if annotation is float:
-        return _read_if(_is_seconds, where)
-    return _read_if(lambda value: annotation is bool and isinstance(value, bool), where)
-
-
-def _wrong(value: Any, where: str) -> MalformedMessageError:
-    return MalformedMessageError(f"{where}: {value!r:.{_SHOWN}}")
-
-
-def _read_list(annotation: Any, where: str, limit: Limit) -> Reader:
-    item = _reader(annotation, where)
-
-    def read(value: Any) -> Any:
-        if not isinstance(value, list):
-            raise _wrong(value, where)
-        if len(value) > limit.maximum and not limit.cuts:
-            raise MalformedMessageError(f"{where}: {len(value)} items")
-        return tuple([item(each) for each in value[-limit.maximum :]])
-
-    return read
-
-
-def _read_items(annotations: Sequence[Any], where: str) -> Reader:
-    items = [_reader(each, where) for each in annotations]
-
-    def read(value: Any) -> Any:
-        if not isinstance(value, list):
-            raise _wrong(value, where)
-        if len(value) != len(items):
-            raise MalformedMessageError(f"{where}: {len(value)} items")
-        return tuple([item(each) for item, each in zip(items, value, strict=True)])
-
-    return read
-
-
-def _read_map(annotation: Any, where: str) -> Reader:
-    if annotation is str:  # variables of a forked worker may be longer than `_MAX_TEXT`
-        annotation = Annotated[str, Limit(_MAX_NUMBER)]
-    item = _reader(annotation, where)
-
-    def read(value: Any) -> Any:
-        if not isinstance(value, dict) or not all(isinstance(key, str) for key in value):
-            raise _wrong(value, where)
-        return {key: item(each) for key, each in value.items()}
-
-    return read
-
-
-def _read_json(from_json: Callable[[Any], Any], where: str) -> Reader:
-    def read(value: Any) -> Any:
-        try:
-            return from_json(value)
-        except ValueError as error:
-            raise MalformedMessageError(f"{where}: {error}") from error
-
-    return read
-
-
-@functools.cache
-def _read_object(kind: Any, where: str) -> Reader:
-    annotations = typing.get_type_hints(kind, include_extras=True)
-    readers = {
-        field.name: _reader(annotations[field.name], f"{where}.{field.name}")
-        for field in fields(kind)
-    }
+    hints = typing.get_type_hints(kind, include_extras=True)
+    forms = {field.name: _form(hints[field.name]) for field in fields(kind)}
     required = [
         field.name
         for field in fields(kind)
         if field.default is MISSING and field.default_factory is MISSING
     ]
-
-    def read(value: Any) -> Any:
-        if not isinstance(value, dict):
-            raise MalformedMessageError(f"{where}: not an object")
-        for name in required:
-            if name not in value:
-                raise MalformedMessageError(f"{where}: no {name}")
-        return kind(**{name: read(value[name]) for name, read in readers.items() if name in value})
-
-    return read
+    return forms, required
 
 
-def _read_text(limit: Limit, where: str) -> Reader:
-    def read(value: Any) -> Any:
-        if isinstance(value, str) and (limit.cuts or len(value) <= limit.maximum):
-            return value[: limit.maximum]
-        raise _wrong(value, where)
-
-    return read
-
-
-def _read_if(is_right: Callable[[Any], bool], where: str) -> Reader:
-    def read(value: Any) -> Any:
-        if is_right(value):
-            return value
-        raise _wrong(value, where)
-
-    return read
+def _form(annotation: Any) -> _Form:
+    limit: Limit | None = None
+    if typing.get_origin(annotation) is typing.Annotated:
+        annotation, limit = typing.get_args(annotation)
+    kind = typing.get_origin(annotation) or annotation
+    inner = [each for each in typing.get_args(annotation) if each not in (type(None), ...)]
+    if kind in (typing.Union, types.UnionType):
+        return replace(_form(inner[0]), optional=True)
+    item = _form(inner[0]) if kind is tuple else None
+    if hasattr(kind, "from_json"):
+        kind = kind.from_json
+    elif is_dataclass(kind):
+        kind = functools.partial(read, kind)
+    return _Form(kind, limit or _LIMITS.get(kind, _MANY), item=item, optional=False)
 
 
-def _is_seconds(value: Any) -> bool:
-    return type(value) in (int, float) and 0 <= value < _MAX_SECONDS  # neither inf nor nan
+def _value(form: _Form, value: Any) -> Any:
+    """Check a value and return it.
+
+    Raises:
+        ValueError: the value is wrong.
+    """
+    kind, limit = form.kind, form.limit
+    if value is None and form.optional:
+        return None
+    check = _CHECKS.get(kind)
+    if check is None:
+        return kind(value)
+    if not check(value, limit):
+        raise MalformedMessageError(f"{value!r:.{_SHOWN}}")
+    if form.item is not None:
+        return tuple([_value(form.item, item) for item in value[-limit.maximum :]])
+    return value[: limit.maximum] if kind is str else value

@@ -123,33 +123,23 @@ def choose_gpus(wanted: Sequence[str], environ: Mapping[str, str]) -> list[str]:
             f"{','.join(wanted)!r} is not a list of GPUs: an entry is empty or occurs twice",
             "an example is 0,1",
         )
-    limit = environ.get("CUDA_VISIBLE_DEVICES")
-    installed = _nvidia() or visible_gpus(environ)
+    limit, installed = environ.get("CUDA_VISIBLE_DEVICES"), _nvidia() or visible_gpus(environ)
     if limit is not None:
         visible = listed_gpus(limit, installed) if installed else cuda_devices(limit)
         outside = [name for name in names if name not in visible]
         range_text = f"CUDA_VISIBLE_DEVICES={limit}"
+    elif installed:
+        outside = [name for name in names if not listed_gpus(name, installed)]
+        range_text = f"this machine has {installed}"
     else:
-        outside = [
-            name
-            for name in names
-            if not name.startswith(("GPU-", "MIG-")) and not _is_number_below(name, installed)
-        ]
-        range_text = (
-            f"this machine has {installed}" if installed else "it is neither a number nor a UUID"
-        )
+        outside = [name for name in names if not cuda_devices(name)]
+        range_text = "it is neither a number nor a UUID"
     if outside:
         raise UsageError(
             f"GPU {', '.join(outside)} is not available here: {range_text}",
             "list visible GPUs, or none to use all of them",
         )
     return names
-
-
-def _is_number_below(name: str, count: int) -> bool:
-    return (
-        name.isascii() and name.isdigit() and len(name) < 10 and (count == 0 or int(name) < count)
-    )
 
 
 def _nvidia() -> int:

@@ -12,15 +12,13 @@ import stat
 import sys
 import tempfile
 import threading
-import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from io import FileIO
 from pathlib import Path
 from typing import Any
 
-_TEMPORARY = ".tmp"  # the end of the name of a temporary file
-_SURELY_KILLED = 3600.0  # seconds without a change after which the writer must be dead
+TEMPORARY = ".tmp"  # the end of the name of a temporary file
 RESERVED = 32 << 10  # bytes that `reserve` takes
 LARGEST_JSON = 32 << 20  # bytes; clusterjob's own files are much smaller
 # The thread in which an agent uses the job's directory: a shared disk may hang for minutes, and the
@@ -67,9 +65,7 @@ def write_atomic(path: Path, data: bytes, mode: int = 0o600) -> None:
     Raises:
         OSError: the disk is full or the directory cannot be written; no temporary file remains.
     """
-    handle, temporary = tempfile.mkstemp(
-        prefix=f".{path.name}.", suffix=_TEMPORARY, dir=path.parent
-    )
+    handle, temporary = tempfile.mkstemp(prefix=f".{path.name}.", suffix=TEMPORARY, dir=path.parent)
     try:
         with os.fdopen(handle, "wb") as stream:
             os.fchmod(stream.fileno(), mode)
@@ -114,15 +110,11 @@ def reserve(path: Path) -> None:
 
     If the disk is full already, nothing is reserved and no error is raised.
     """
+    reserved = _reserve_of(path)
     with contextlib.suppress(OSError):
-        descriptor = os.open(
-            _reserve_of(path), os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600
-        )
-        try:
-            if sys.platform == "linux":
-                os.posix_fallocate(descriptor, 0, RESERVED)
-        finally:
-            os.close(descriptor)
+        reserved.touch(0o600)
+        with reserved.open("r+b") as stream:
+            os.posix_fallocate(stream.fileno(), 0, RESERVED)
 
 
 def write_reserved(path: Path, data: bytes) -> None:
@@ -136,32 +128,21 @@ def write_reserved(path: Path, data: bytes) -> None:
     reserved = _reserve_of(path)
     try:
         write_atomic(path, data)
-    except OSError as error:
-        try:
-            _overwrite(reserved, data)
-            os.replace(reserved, path)
-        except OSError:
-            raise error from None
+    except OSError:
+        if len(data) > size_of(reserved):
+            raise
+        with reserved.open("r+b") as stream:
+            stream.write(data)
+            stream.truncate()
+            stream.flush()
+            os.fsync(stream.fileno())
+        reserved.replace(path)
     with contextlib.suppress(OSError):
         reserved.unlink()
 
 
 def _reserve_of(path: Path) -> Path:
     return path.with_name(f".{path.name}.reserve")
-
-
-def _overwrite(path: Path, data: bytes) -> None:
-    descriptor = os.open(path, os.O_WRONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
-    try:
-        if len(data) > RESERVED:
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        view = memoryview(data)
-        while view:
-            view = view[os.write(descriptor, view) :]
-        os.ftruncate(descriptor, len(data))
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def why_full(directory: Path) -> str:
@@ -177,23 +158,6 @@ def why_full(directory: Path) -> str:
     if found.f_files and found.f_favail == 0:
         return f"the disk of {directory} has no inodes left"
     return ""
-
-
-def remove_leftovers(directory: Path) -> None:
-    """Remove the temporary files of `write_atomic` calls that were killed over an hour ago."""
-    for path in directory.glob(f".*{_TEMPORARY}"):
-        with contextlib.suppress(OSError):
-            if is_old(path):
-                path.unlink()
-
-
-def is_old(path: Path) -> bool:
-    """Return whether a file has not changed for an hour, so that its writer must be dead.
-
-    Raises:
-        OSError: the file's status cannot be read.
-    """
-    return time.time() - path.stat().st_mtime > _SURELY_KILLED
 
 
 def write_json(path: Path, value: Any, mode: int = 0o600) -> None:
@@ -221,21 +185,15 @@ def read_regular(path: Path, limit: int) -> bytes:
         ValueError: the file is longer than `limit` bytes, or is not a regular file.
         OSError: the file cannot be read.
     """
-    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
-    try:
-        found = os.fstat(descriptor)
-        if stat.S_ISDIR(found.st_mode):
-            raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
+    with open(path, "rb", opener=_open_without_waiting) as stream:
+        found = os.fstat(stream.fileno())
         if not stat.S_ISREG(found.st_mode) or found.st_size > limit:
             raise ValueError(f"{path} is no regular file of at most {limit} bytes")
-        data = b""
-        while len(data) < found.st_size and (
-            more := os.read(descriptor, found.st_size - len(data))
-        ):
-            data += more
-        return data
-    finally:
-        os.close(descriptor)
+        return stream.read(found.st_size)
+
+
+def _open_without_waiting(path: str, flags: int) -> int:
+    return os.open(path, flags | os.O_NONBLOCK)
 
 
 def read_text(path: Path | str, limit: int = -1) -> str:
@@ -292,28 +250,28 @@ def remove_tree(path: Path) -> None:
     Raises:
         OSError: it is no directory, cannot be removed, or another file system is mounted in it.
     """
-
-    def retry(function: Callable[..., Any], name: str, error: Any) -> None:
-        folder = name if function is os.scandir or function is os.open else os.path.dirname(name)
-        if isinstance(error[1], FileNotFoundError):
-            return
-        if not isinstance(error[1], PermissionError) or not is_directory(Path(folder)):
-            raise error[1]
-        os.chmod(folder, 0o700)
-        if folder == name:
-            shutil.rmtree(name)
-        else:
-            function(name)
-
     if not is_directory(path):
         if os.path.lexists(path):
             raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), str(path))
         return
+    _let_write(str(path))
     for folder, folders, _ in os.walk(path):
         for entry in (os.path.join(folder, name) for name in folders):
             if os.path.ismount(entry):
                 raise OSError(errno.EBUSY, "another file system is mounted there", entry)
-    shutil.rmtree(path, onerror=retry)
+            _let_write(entry)
+    shutil.rmtree(path, onerror=_raise_unless_missing)
+
+
+def _let_write(folder: str) -> None:
+    with contextlib.suppress(OSError):
+        if not os.path.islink(folder):
+            os.chmod(folder, 0o700)
+
+
+def _raise_unless_missing(_function: Any, _name: str, error: Any) -> None:
+    if not isinstance(error[1], FileNotFoundError):
+        raise error[1]
 
 
 def size_of(path: Path) -> int:

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import re
+
 from clusterjob.errors import PlacementError
 
 _MAX_NAMES = 65536  # the limit of Slurm's own tools
 _MAX_NAME = 255  # maximum characters of a host name
-_MAX_LIST = 1 << 22  # maximum characters of a host list
 _TOO_MANY = f"it names more than {_MAX_NAMES} hosts"
-_IN_A_NAME = "._-:%@+"
+_ITEM = re.compile(r"(?:[^\s,\[\]]+|\[[^\[\]]*\])+")
+_BRACKET = re.compile(r"\[([^\[\]]*)\]")
+_NOT_IN_A_NAME = re.compile(r"[^\w.:%@+-]")  # characters special to a shell (CVE-2024-27763)
 
 
 def expand_hostlist(text: str) -> list[str]:
@@ -25,8 +28,6 @@ def expand_hostlist(text: str) -> list[str]:
     Raises:
         PlacementError: the text is not a host list, or it names more than 65,536 hosts.
     """
-    if len(text) > _MAX_LIST:
-        raise PlacementError(f"the host list is {len(text)} characters long")
     names: list[str] = []
     try:
         for item in split_hostlist(text):
@@ -42,31 +43,24 @@ def split_hostlist(text: str) -> list[str]:
     Raises:
         ValueError: a bracket is not closed, or is not opened.
     """
-    items, start, depth = [], 0, 0
-    for index, letter in enumerate(text):
-        if letter in "[]":
-            depth += 1 if letter == "[" else -1
-            if depth not in (0, 1):
-                raise ValueError("its brackets do not match")
-        elif depth == 0 and (letter == "," or letter.isspace()):
-            items.append(text[start:index])
-            start = index + 1
-    if depth:
-        raise ValueError("a bracket is not closed")
-    return [item for item in [*items, text[start:]] if item]
+    if _ITEM.sub("", text).replace(",", "").strip():
+        raise ValueError("its brackets do not match")
+    return _ITEM.findall(text)
 
 
 def _expand_name(item: str, most: int) -> list[str]:
-    first, *brackets = item.split("[")
-    names = [_checked(first)]
-    for bracket in brackets:
-        numbers, _, rest = bracket.partition("]")
-        _checked(rest)
-        endings = [number + rest for number in expand_numbers(numbers, most // len(names))]
-        if len(names[0]) + len(endings[0]) > _MAX_NAME:
-            raise ValueError(f"a name is longer than {_MAX_NAME} characters")
+    first, *rest = _BRACKET.split(item)
+    texts, brackets = [first, *rest[1::2]], rest[::2]
+    if found := _NOT_IN_A_NAME.search("".join(texts)):
+        raise ValueError(f"a host name cannot contain {found[0]!r}")
+    names = [first]
+    length = sum(map(len, texts)) + len(brackets)  # of the shortest name
+    for numbers, text in zip(brackets, texts[1:], strict=True):
+        if length > _MAX_NAME or len(names[0]) > _MAX_NAME:
+            break
+        endings = [number + text for number in expand_numbers(numbers, most // len(names))]
         names = [name + ending for name in names for ending in endings]
-    if len(names[0]) > _MAX_NAME:
+    if max(length, len(names[0])) > _MAX_NAME:
         raise ValueError(f"a name is longer than {_MAX_NAME} characters")
     if len(names) > most:
         raise ValueError(_TOO_MANY)
@@ -84,20 +78,12 @@ def expand_numbers(numbers: str, most: int = _MAX_NAMES) -> list[str]:
     found: list[str] = []
     for part in numbers.split(","):
         low, dash, high = part.partition("-")
-        ends = (low, high) if dash else (low, low)
-        if not all(end.isascii() and end.isdigit() and len(end) < 19 for end in ends) or int(
-            ends[1]
-        ) < int(ends[0]):
+        ends = [low, high if dash else low]
+        valid = all(end.isascii() and end.isdigit() and len(end) < 19 for end in ends)
+        span = range(int(ends[0]), int(ends[1]) + 1) if valid else range(0)
+        if not span:
             raise ValueError(f"{part[:40]!r} is not a range of numbers")
-        if len(found) + int(ends[1]) - int(ends[0]) + 1 > most:
+        if len(found) + len(span) > most:
             raise ValueError(_TOO_MANY)
-        found += [f"{number:0{len(low)}d}" for number in range(int(ends[0]), int(ends[1]) + 1)]
+        found += [f"{number:0{len(low)}d}" for number in span]
     return found
-
-
-def _checked(part: str) -> str:
-    """Return a part of a name if it has no characters special to a shell (CVE-2024-27763)."""
-    for letter in part:
-        if not (letter.isalnum() or letter in _IN_A_NAME):
-            raise ValueError(f"a host name cannot contain {letter!r}")
-    return part

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import errno
 import fcntl
+import os
 import socket
 import struct
 import threading
 import time
 from collections.abc import Iterable
+from concurrent.futures import Future, wait
 from typing import Any
 
 from clusterjob.node.system import files
@@ -27,35 +29,23 @@ _LOOPBACK_NAMES = {
     "::",
 }
 TIMEOUT = 3.0  # seconds for a name: a resolver takes half a minute if no server answers
-_lookups: dict[str, _Lookup] = {}  # running lookups, by host name
+# The running lookups by host name, each with the time of its begin.
+_lookups: dict[str, tuple[float, Future[list[str]]]] = {}
 
 
 class NoNameServerError(socket.gaierror):
     """The resolver has not answered within `TIMEOUT` seconds."""
 
 
-class _Lookup(threading.Thread):
-    """One lookup on a thread: getaddrinfo cannot be cancelled, but a caller can stop waiting."""
-
-    def __init__(self, host: str) -> None:
-        super().__init__(name=f"resolve {host}", daemon=True)
-        self.begin = time.monotonic()
-        self.addresses: list[str] = []
-        self.error: OSError | None = None
-        self._host = host
-
-    def run(self) -> None:
-        try:
-            self.addresses = list(
-                dict.fromkeys(
-                    str(each[4][0])
-                    for each in socket.getaddrinfo(self._host, None, type=socket.SOCK_STREAM)
-                )
-            )
-        except UnicodeError:  # a part of the name between two dots is empty or too long
-            self.error = socket.gaierror(socket.EAI_NONAME, f"{self._host!r} is not a host name")
-        except OSError as error:
-            self.error = error
+def _look_up(host: str, future: Future[list[str]]) -> None:
+    """Set the result of a lookup, in a thread: getaddrinfo cannot be cancelled."""
+    try:
+        found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
+        future.set_result(list(dict.fromkeys(str(each[4][0]) for each in found)))
+    except UnicodeError:  # a part of the name between two dots is empty or too long
+        future.set_exception(socket.gaierror(socket.EAI_NONAME, f"{host!r} is not a host name"))
+    except OSError as error:
+        future.set_exception(error)
 
 
 def is_loopback(host: str) -> bool:
@@ -84,15 +74,13 @@ def addresses_of(host: str) -> list[str]:
         return [host]
     lookup = _lookups.get(host)
     if lookup is None:
-        lookup = _lookups[host] = _Lookup(host)
-        lookup.start()
-    lookup.join(max(0.0, lookup.begin + TIMEOUT - time.monotonic()))
-    if lookup.is_alive():
+        lookup = _lookups[host] = (time.monotonic(), Future())
+        threading.Thread(target=_look_up, args=(host, lookup[1]), daemon=True).start()
+    begin, future = lookup
+    if not wait([future], max(0.0, begin + TIMEOUT - time.monotonic())).done:
         raise NoNameServerError(socket.EAI_AGAIN, f"no name server answered within {TIMEOUT:.0f} s")
     _lookups.pop(host, None)
-    if lookup.error is not None:
-        raise lookup.error
-    return lookup.addresses
+    return future.result()
 
 
 def addresses_of_all(hosts: Iterable[str]) -> set[str]:
@@ -268,26 +256,16 @@ def listen_at(host: str, port: int, backlog: int, *, alone: bool = False) -> soc
     Raises:
         OSError: the port is taken (EADDRINUSE), or the name does not resolve.
     """
-    if "," in host:
-        both = socket.has_dualstack_ipv6()
-        family = socket.AF_INET6 if both else socket.AF_INET
-        return socket.create_server(("", port), family=family, backlog=backlog, dualstack_ipv6=both)
-    family, _, _, _, address = _resolve(host, port, kind=socket.SOCK_STREAM)
-    listener = socket.socket(family, socket.SOCK_STREAM)
-    try:
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            # Debian resolves its own name to 127.0.1.1, which other machines cannot reach.
-            if str(address[0]).startswith("127.") and not is_loopback(host) and not alone:
-                address = ("0.0.0.0", port)  # noqa: S104
-            listener.bind(address)
-        except OSError as error:
-            if error.errno != errno.EADDRNOTAVAIL:
-                raise
-            # The address is not this machine's: clients connect through NAT.
-            listener.bind(("::" if family == socket.AF_INET6 else "0.0.0.0", port))  # noqa: S104
-        listener.listen(backlog)
-    except BaseException:
-        listener.close()
-        raise
-    return listener
+    if "," not in host:
+        family, _, _, _, address = _resolve(host, port, kind=socket.SOCK_STREAM)
+        # Debian resolves its own name to 127.0.1.1, which other machines cannot reach.
+        if alone or is_loopback(host) or not str(address[0]).startswith("127."):
+            try:
+                return socket.create_server(address, family=family, backlog=backlog)
+            except OSError as error:
+                if error.errno != errno.EADDRNOTAVAIL:
+                    raise OSError(error.errno, os.strerror(error.errno or 0)) from error
+                # The address is not this machine's: clients connect through NAT.
+    both = socket.has_dualstack_ipv6()
+    family = socket.AF_INET6 if both else socket.AF_INET
+    return socket.create_server(("", port), family=family, backlog=backlog, dualstack_ipv6=both)

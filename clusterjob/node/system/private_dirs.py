@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import grp
 import os
 import pwd
@@ -11,25 +10,16 @@ from pathlib import Path
 
 
 def make(path: Path) -> None:
-    """Make a directory and its missing parents, each with mode 0700 under every umask.
+    """Make a directory and its missing parents, each with mode 0700.
 
     A directory that exists is not changed.
 
     Raises:
-        OSError: a directory cannot be made.
+        OSError: a directory cannot be made, or a file is in its place.
     """
-    missing = []
-    while not path.is_dir():
-        missing.append(path)
-        path = path.parent
-    for level in reversed(missing):
-        try:
-            os.mkdir(level, 0o700)
-        except FileExistsError as error:
-            if not level.is_dir():
-                raise NotADirectoryError(
-                    errno.ENOTDIR, os.strerror(errno.ENOTDIR), str(level)
-                ) from error
+    if not path.is_dir():
+        make(path.parent)
+        path.mkdir(mode=0o700, exist_ok=True)
 
 
 def other_writers(path: Path, *, sticky: bool = True) -> str:

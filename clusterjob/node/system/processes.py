@@ -1,6 +1,6 @@
 """Query and control processes: state, environment, descendants, signals, OOM kills.
 
-Linux only, except `ProcessIdentity` and `StderrTail`, which a submitter needs too. Sources:
+Linux only, except `StderrTail`, which a submitter needs too. Sources:
 prctl(2), proc(5). PR_SET_PDEATHSIG fires when the THREAD that forked exits, so long-lived
 processes are started from main threads only.
 """
@@ -11,10 +11,10 @@ import contextlib
 import os
 import re
 import signal
-import socket
 import sys
 import threading
 import time
+from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,7 +29,6 @@ _MAX_STDERR = 1 << 14  # bytes that `StderrTail` keeps; the process may write wi
 _MAX_LINE = 300  # characters
 # srun says so of each --cpu-bind=none without the plugin task/affinity, also with --quiet.
 _NO_REASON = "srun: cluster configuration lacks support for cpu binding\n"
-_SYSTEMS = {"darwin": "macOS"}
 # The number of the system call read(2), by CPU architecture.
 _READ = {
     "x86_64": "0",
@@ -51,7 +50,7 @@ def require_linux(what: str) -> None:
     """
     if sys.platform != "linux":
         raise UsageError(
-            f"{what} needs Linux, and this is {_SYSTEMS.get(sys.platform, sys.platform)}",
+            f"{what} needs Linux, and this is {sys.platform.replace('darwin', 'macOS')}",
             "submit to Linux machines: --hosts HOST (over SSH), or --login HOST (its Slurm)",
         )
 
@@ -113,11 +112,8 @@ def parent(pid: int) -> int:
 def start_ticks(pid: int) -> int | None:
     """Return a process's start time in clock ticks since boot; None if it has ended.
 
-    The pid and the start time identify a process during one boot. A zombie counts as ended. Without
-    /proc, the time is in seconds since the epoch, as ps(1) shows it.
+    The pid and the start time identify a process during one boot. A zombie counts as ended.
     """
-    if sys.platform != "linux":
-        return _start_time(pid)
     fields = stat_fields(pid)
     return None if fields is None or fields[0] in "ZX" else int(fields[19])
 
@@ -127,24 +123,6 @@ def age(pid: int) -> float:
     ticks = start_ticks(pid) or 0
     age = time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK")
     return max(0.0, age)
-
-
-def _start_time(pid: int) -> int | None:
-    """Return a process's start time in seconds since the epoch, from ps; None if it has ended."""
-    import subprocess  # slow to load, and Linux does not need it
-
-    try:
-        shown = subprocess.run(
-            ["ps", "-o", "stat=,lstart=", "-p", str(pid)],
-            capture_output=True,
-            env=os.environ | {"LC_ALL": "C"},
-            text=True,
-            check=False,
-        ).stdout
-        state, started = shown.split(maxsplit=1)
-        return None if state[0] in "ZX" else int(time.mktime(time.strptime(started.strip())))
-    except (OSError, ValueError):
-        return None
 
 
 def output_of(argv: Sequence[str], environ: Mapping[str, str], timeout: float) -> str:
@@ -173,16 +151,13 @@ def output_of(argv: Sequence[str], environ: Mapping[str, str], timeout: float) -
 
 
 def boot_id() -> str:
-    """Return the kernel's random id of this boot, which distinguishes pids of different boots.
-
-    It is empty without /proc: there `start_ticks` differs between boots.
-    """
+    """Return the kernel's random id of this boot, which distinguishes pids of different boots."""
     return files.read_text("/proc/sys/kernel/random/boot_id").strip()
 
 
 def identity(pid: int) -> str:
     """Return a text that identifies a process of this machine for `has_ended`."""
-    return f"{_machine()} {pid} {start_ticks(pid)}"
+    return f"{_machine()} {pid} {start_ticks(pid) or 0}"
 
 
 def has_ended(identity: str) -> bool:
@@ -233,9 +208,9 @@ def descendants(pid: int, *keep: int | None) -> list[int]:
 
 def children(stats: Mapping[int, list[str]]) -> dict[int, list[int]]:
     """Return the children of each process, by pid, from the result of `running`."""
-    found: dict[int, list[int]] = {}
+    found: defaultdict[int, list[int]] = defaultdict(list)
     for pid, fields in sorted(stats.items()):
-        found.setdefault(int(fields[1]), []).append(pid)
+        found[int(fields[1])].append(pid)
     return found
 
 
@@ -314,24 +289,14 @@ def end_groups(leaders: list[int], timeout: float) -> None:
     deadline = time.monotonic() + timeout
     for pid in leaders:
         signal_group(pid, signal.SIGTERM)
-    while True:
-        reap(leaders)
-        leaders = [pid for pid in leaders if start_ticks(pid) is not None or group_members(pid)]
-        if not leaders:
-            return
+    while leaders:
         for pid in leaders:
             if start_ticks(pid) is None or time.monotonic() > deadline:
                 signal_group(pid, signal.SIGKILL)
         time.sleep(0.02)
-
-
-def group_members(leader: int) -> list[int]:
-    """Return the processes of a group that are not zombies."""
-    return [
-        pid
-        for pid, fields in running().items()
-        if fields[0] not in "ZX" and int(fields[2]) == leader
-    ]
+        reap(leaders)
+        groups = {int(fields[2]) for fields in running().values() if fields[0] not in "ZX"}
+        leaders = [pid for pid in leaders if pid in groups]
 
 
 def signal_group(leader: int, number: int) -> None:
@@ -349,14 +314,9 @@ def reap(pids: list[int]) -> None:
 
 def ended_children() -> Iterator[tuple[int, int]]:
     """Reap the children that have ended, and yield the pid and the wait status of each."""
-    while True:
-        try:
-            pid, status = os.waitpid(-1, os.WNOHANG)
-        except ChildProcessError:
-            return
-        if pid == 0:
-            return
-        yield pid, status
+    with contextlib.suppress(ChildProcessError):
+        while (ended := os.waitpid(-1, os.WNOHANG))[0]:
+            yield ended
 
 
 def exit_code_of(wait_status: int) -> tuple[int, str | None]:
@@ -457,13 +417,12 @@ class OomKills:
             return ""
         if now.cgroup is None:
             return "this machine ran out of memory in the meantime"
-        limits = [now.cgroup / name for name in ("memory.max", "memory.limit_in_bytes")]
-        texts = [files.read_text(path).strip() for path in limits]
-        # cgroup v1 writes a huge number for no limit.
-        limit = next((int(text) for text in texts if text.isdigit() and int(text) < 1 << 60), None)
-        return "out of memory: the kernel killed it" + (
-            f", limit {limit // 10**6} MB" if limit else ""
-        )
+        news = "out of memory: the kernel killed it"
+        for name in ("memory.max", "memory.limit_in_bytes"):
+            limit = files.read_text(now.cgroup / name).strip()
+            if limit.isdigit() and int(limit) < 1 << 60:  # cgroup v1: a huge number is no limit
+                news += f", limit {int(limit) // 10**6} MB"
+        return news
 
 
 def memory_cgroups(root: str = "") -> Iterator[Path]:
@@ -485,40 +444,6 @@ def memory_cgroups(root: str = "") -> Iterator[Path]:
 def _count_in(path: Path) -> int | None:
     found = re.search(r"^oom_kill (\d+)", files.read_text(path), re.MULTILINE)
     return int(found[1]) if found else None
-
-
-@dataclass(frozen=True)
-class ProcessIdentity:
-    """Identity of a process that stays unique after its pid is reused.
-
-    Attributes:
-        pid: its pid.
-        ticks: its start time, in clock ticks since boot.
-        boot_id: id of the machine's boot.
-        host: name of the machine.
-    """
-
-    pid: int
-    ticks: int
-    boot_id: str
-    host: str
-
-    @classmethod
-    def of_this_process(cls) -> ProcessIdentity:
-        """Return the identity of the calling process."""
-        return cls(os.getpid(), start_ticks(os.getpid()) or 0, boot_id(), socket.gethostname())
-
-    def alive(self) -> bool:
-        """Return whether the process runs.
-
-        It returns False for a process of another host or another boot, which cannot be checked from
-        this machine.
-        """
-        return (
-            self.host == socket.gethostname()
-            and self.boot_id == boot_id()
-            and start_ticks(self.pid) == self.ticks != 0
-        )
 
 
 class StderrTail:

@@ -6,7 +6,6 @@ import re
 
 # ECMA-48: a control sequence is CSI, parameters, intermediates and one final byte. SGR (final byte
 # m) only sets colours.
-_SEQUENCE = re.compile(r"\x1b\[[0-?]*[ -/]*[@-~]")
 _SGR = re.compile(r"\x1b\[[0-9;:]*m")
 _RESET = "\x1b[0m"
 # C0 and C1 controls except the tab, marks that reverse the reading order (CVE-2021-42574), other
@@ -15,8 +14,7 @@ _CHARACTERS = (
     r"\x00-\x08\x0a-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff"
 )
 _UNSAFE = re.compile(f"[{_CHARACTERS}]")
-# Text that is safe, except that it may contain colours.
-_SAFE = re.compile(rf"[^{_CHARACTERS}]*(?:{_SGR.pattern}[^{_CHARACTERS}]*)*")
+_PART = re.compile(rf"\x1b\[[0-?]*[ -/]*[@-~]|{_UNSAFE.pattern}")
 _SHORT = {"\n": "\\n", "\r": "\\r"}
 
 
@@ -39,18 +37,16 @@ def sanitize(text: str, *, lines: bool = False, colours: bool = False) -> str:
         return "\n".join(sanitize(line, colours=colours) for line in text.split("\n"))
     if not colours:
         return _UNSAFE.sub(_escape, _SGR.sub("", text))
-    if _SAFE.fullmatch(text):  # the usual case: only colours
-        last = text.rfind("\x1b")
-        return text if last < 0 or text.startswith((_RESET, "\x1b[m"), last) else text + _RESET
-    shown, end, coloured = [], 0, False
-    for match in _SEQUENCE.finditer(text):
-        shown.append(_UNSAFE.sub(_escape, text[end : match.start()]))
-        end = match.end()
-        if _SGR.fullmatch(match[0]):
-            shown.append(match[0])
-            coloured = match[0] not in (_RESET, "\x1b[m")
-    shown.append(_UNSAFE.sub(_escape, text[end:]))
-    return "".join(shown) + (_RESET if coloured else "")
+    shown = _PART.sub(_colour, text)
+    last = shown.rfind("\x1b")
+    return shown if last < 0 or shown.startswith((_RESET, "\x1b[m"), last) else shown + _RESET
+
+
+def _colour(match: re.Match[str]) -> str:
+    """Return a sequence that sets colours, nothing for another one, and other parts as escapes."""
+    if len(match[0]) == 1:
+        return _escape(match)
+    return match[0] if _SGR.fullmatch(match[0]) else ""
 
 
 def _escape(match: re.Match[str]) -> str:

@@ -27,7 +27,8 @@ class ZipImporter:
 
     Args:
         package_file: the path of the package's ``__init__.py`` inside the zip.
-        block: {"clusterjob/errors.py": source, ...} as JSON, compressed, in base64.
+        block: the file and the source of each module, separated by zero bytes, compressed, in
+            base64.
     """
 
     def __init__(self, package_file: str, block: str) -> None:
@@ -46,7 +47,10 @@ class ZipImporter:
             return None
         file = self._file_of(name)
         if file is None:
-            self._look_elsewhere(name, path)
+            # Let the interpreter's own finder search the installed package.
+            package = installed()
+            if package is not None and isinstance(path, list):
+                path.append("/".join((package, *name.split(".")[1:-1])))
             return None
         is_package = file.endswith("/__init__.py")
         spec = ModuleSpec(name, self, origin=f"{self.archive}/{file}", is_package=is_package)  # type: ignore[arg-type]
@@ -54,17 +58,6 @@ class ZipImporter:
             spec.submodule_search_locations = [f"{self.archive}/{file.rpartition('/')[0]}"]
         spec.has_location = True
         return spec
-
-    def _look_elsewhere(self, name: str, path: Sequence[str] | None) -> None:
-        """Let the interpreter's own finder search the installed package for a module.
-
-        The directory in the installed package is added to the parent package's path.
-        """
-        package = installed()
-        if package is not None and isinstance(path, list):
-            place = "/".join((package, *name.split(".")[1:-1]))
-            if place not in path:
-                path.append(place)
 
     def create_module(self, spec: ModuleSpec) -> None:
         """Use the default module creation."""
@@ -99,11 +92,11 @@ class ZipImporter:
 
     def _all(self) -> dict[str, str]:
         if self._sources is None:
-            import json
             import zlib
             from binascii import a2b_base64
 
-            self._sources = json.loads(zlib.decompress(a2b_base64(self._block)))
+            parts = zlib.decompress(a2b_base64(self._block)).decode().split("\0")
+            self._sources = dict(zip(parts[::2], parts[1::2], strict=True))
             self._block = ""
         assert self._sources is not None
         return self._sources
@@ -128,18 +121,13 @@ def installed() -> str | None:
     Raises:
         ImportError: the installed package has another version than the zip.
     """
-    from importlib.machinery import PathFinder
-
-    spec = PathFinder.find_spec(
-        "clusterjob", [entry for entry in sys.path if not entry.endswith(".pyz")]
-    )
-    others = (
-        finder
+    places = [entry for entry in sys.path if not entry.endswith(".pyz")]
+    specs = (
+        finder.find_spec("clusterjob", places)  # an editable installation may have its own finder
         for finder in sys.meta_path
-        if finder is not PathFinder and not isinstance(finder, ZipImporter)
+        if not isinstance(finder, ZipImporter)
     )
-    for finder in others:  # an editable installation may have its own finder
-        spec = spec or finder.find_spec("clusterjob", None)
+    spec = next(filter(None, specs), None)
     if spec is None or not spec.origin or not spec.origin.endswith("/__init__.py"):
         return None
     with open(spec.origin, encoding="utf-8") as stream:
