@@ -14,7 +14,6 @@ from clusterjob.node.environments.detection import detect, look_up
 from clusterjob.node.environments.topology import (
     OWN_ADDRESS,
     Finding,
-    Reading,
     Topology,
     whole_number,
 )
@@ -78,7 +77,7 @@ def peers(topology: Topology, environ: Mapping[str, str]) -> list[str]:
     if topology.source == mlp_env.SOURCE:
         return mlp_env.peers(environ, topology.nnodes)
     if topology.source == "skypilot":
-        return Reading(environ, topology.source).hosts("SKYPILOT_NODE_IPS")
+        return Finding(topology.source, environ).hosts("SKYPILOT_NODE_IPS")
     return []
 
 

@@ -198,18 +198,16 @@ class Timeline:
         An error such as a full disk loses the record: readers then read that part of the files at
         the end.
         """
-        moment = f"{time.time():.3f}"
-        grown: dict[str, str] = {}
-        for name, old in sorted(self._sizes.items()):
-            size = size_of(self._directory / name)
-            if size > old:
-                self._sizes[name] = size
-                grown[name] = f"{moment} {name} {size}\n"
+        sizes = {name: size_of(self._directory / name) for name in sorted(self._sizes)}
+        grown = [name for name, size in sizes.items() if size > self._sizes[name]]
         if grown:
+            self._sizes = sizes
             self.grown_at = time.monotonic()
+            moment = time.time()
+            text = "".join(f"{moment:.3f} {name} {sizes[name]}\n" for name in grown)
             with contextlib.suppress(OSError):
-                self._file.write("".join(grown.values()).encode())
-        return list(grown)
+                self._file.write(text.encode())
+        return grown
 
 
 @dataclass(slots=True)  # not frozen: a large output has millions of them
@@ -254,11 +252,7 @@ class _File:
             size: the size in bytes; None for the whole file.
             seconds: the time of the lines.
         """
-        try:
-            stream = open_regular(self.path, buffering=0)
-        except OSError:
-            return
-        with stream:
+        with contextlib.suppress(OSError), open_regular(self.path, buffering=0) as stream:
             end = os.fstat(stream.fileno()).st_size
             end = end if size is None else min(size, end)
             stream.seek(self.offset)
@@ -277,11 +271,7 @@ class _File:
 
     def skip_to_tail(self, count: int) -> None:
         """Continue at the last `count` lines, without reading the lines before them."""
-        try:
-            stream = open_regular(self.path, buffering=0)
-        except OSError:
-            return
-        with stream:
+        with contextlib.suppress(OSError), open_regular(self.path, buffering=0) as stream:
             begin = os.fstat(stream.fileno()).st_size
             left = count + 1  # the last line may have a newline
             while begin > 0:
@@ -527,24 +517,24 @@ class Folded(NamedTuple):
 def fold(batches: Iterable[list[LogLine]]) -> Iterator[list[Folded]]:
     """Fold equal lines of several ranks; each rank's own lines keep their order.
 
-    The oldest line is shown once, for all ranks whose next line is equal. A rank that writes the
-    line up to `WINDOW` later is included: its lines before it are shown first, unless the first
-    rank writes them too.
+    The oldest line is shown once, for all ranks whose next line is equal. Of another rank that
+    writes it soon, the lines before it are shown first, unless the first rank writes them too.
 
     Args:
-        batches: the lines of one poll, in order of time; all are read before the last are shown.
+        batches: lines in order of time; those of one batch were recorded at the same time.
 
     Yields:
-        Parts that need little memory. Lines of two parts are not folded.
+        The lines of at most `WINDOW` seconds, in parts that need little memory.
     """
     held: list[LogLine] = []
     size = 0
     for lines in batches:
-        held += lines
-        size += sum(len(line.text) for line in lines)
-        if len(held) > _MAX_HELD or size > _MAX_HELD_BYTES:
+        is_full = len(held) > _MAX_HELD or size > _MAX_HELD_BYTES
+        if held and lines and (is_full or lines[0].seconds > held[0].seconds + WINDOW):
             yield _fold_part(held)
             held, size = [], 0
+        held += lines
+        size += sum(len(line.text) for line in lines)
     if held:
         yield _fold_part(held)
 
@@ -560,18 +550,12 @@ def _fold_part(lines: list[LogLine]) -> list[Folded]:
 
     def show(writer: int, line: LogLine) -> None:
         """Take a line, which is its writer's next one, from all whose next line is equal."""
-        others = waiting[line.stream]
         same = [writer]
+        queues = waiting[line.stream]
         if counts[line.text] > 1:
-            until = line.seconds + WINDOW
-            same = [
-                other
-                for other, own in others.items()
-                if own and own[0].text == line.text and own[0].seconds <= until
-            ]
+            same = [each for each, own in queues.items() if own and own[0].text == line.text]
         for each in same:
-            others[each].popleft()
-        counts[line.text] -= len(same)
+            queues[each].popleft()
         found.append(Folded(_label(tuple(same)), line.stream, text=line.text, ended=line.ended))
 
     for line in lines:
@@ -582,21 +566,13 @@ def _fold_part(lines: list[LogLine]) -> list[Folded]:
         if counts[line.text] > 1:
             texts = {each.text for each in itertools.islice(own, _MAX_AHEAD)}
             for other, its in waiting[line.stream].items():
-                if _comes(line, its, texts):
-                    while its[0].text != line.text:
+                ahead = [each.text for each in itertools.islice(its, _MAX_AHEAD)]
+                common = next((n for n, text in enumerate(ahead) if text in texts), 0)
+                if common and ahead[common] == line.text:
+                    for _ in range(common):
                         show(other, its[0])
         show(writer, line)
     return found
-
-
-def _comes(line: LogLine, others: Iterable[LogLine], own: Collection[str]) -> bool:
-    """Return whether another rank soon writes an equal line, and before it none of `own`."""
-    for each in itertools.islice(others, _MAX_AHEAD):
-        if each.seconds > line.seconds + WINDOW:
-            return False
-        if each.text == line.text or each.text in own:
-            return each.text == line.text
-    return False
 
 
 def as_text(lines: Iterable[Folded], shown: Callable[[Folded], str]) -> Iterator[tuple[str, str]]:
