@@ -64,7 +64,7 @@ class Context:
     """
 
     source: str
-    device: torch.device
+    device: torch.device = field(init=False)
     rank: int = 0
     local_rank: int = 0
     world_size: int = 1
