@@ -55,12 +55,12 @@ def make(
         try:
             store = _make_group(worker, backend, timeout=timeout, device=context.device)
         finally:
-            watch(context.local_rank)
+            watch()
         context.join_group(owned=True, store=store)
         if finding.source in _NODES_UNKNOWN:
             _count_nodes(context)
     elif worker is not None:
-        watch(context.local_rank)
+        watch()
     return context
 
 
@@ -98,7 +98,7 @@ def adopt(finding: Finding, backend: str | None, *, process_group: bool | None) 
             f"init(backend={backend!r}), but the script has initialised "
             f"the process group with {context.backend}"
         )
-    watch(context.local_rank)
+    watch()
     return context
 
 

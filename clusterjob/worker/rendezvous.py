@@ -225,7 +225,7 @@ def _await_answer(store: GroupStore, own: Facts, timeout: float) -> None:
             continue
         if final or store.claim(f"notice{notices}"):
             missing = _without(store, "rank")
-            process.ask_agents(store.worker.local_rank, missing, final=final)
+            process.report("WorkerWaiting", ranks=missing[:_MAX_NAMED], final=final)
             text = _describe_missing(store, missing)
             if final:
                 _answer(store, f"{text}; gave up after {waited:.0f} s", late=True)
@@ -352,7 +352,7 @@ def _describe_silent(store: GroupStore, without: list[int], *, final: bool) -> s
     silent = [rank for rank in without if not store.has(f"there{rank}")]
     if not silent:
         return ""
-    process.ask_agents(store.worker.local_rank, silent, final=final)
+    process.report("WorkerWaiting", ranks=silent[:_MAX_NAMED], final=final)
     named = [f"{rank} on {_facts(store, rank).process}" for rank in silent[:_MAX_NAMED]]
     how = "joined the rendezvous, no answer while the process group is made: dead or stuck"
     return f"{_waiting_for(silent, named)}: {how}"

@@ -22,7 +22,7 @@ from clusterjob.node.environments import this_node, worker_variables
 from clusterjob.node.logs import ends, log_files
 from clusterjob.node.logs.console import Console
 from clusterjob.node.logs.events import Phase, PhaseBegin, PhaseLog
-from clusterjob.node.logs.job_dir import HEARTBEAT, STORE_LOG
+from clusterjob.node.logs.job_dir import STORE_LOG
 from clusterjob.node.metrics import stragglers
 from clusterjob.node.metrics.stragglers import Wait
 from clusterjob.node.rendezvous import messages
@@ -100,7 +100,6 @@ class NodeWorkers:
         self._drain: int | None = None  # the process that writes the workers' output
         self.alive_at = time.monotonic()
         self._step = -1  # the largest in a heartbeat of this round
-        self._touched = 0
         directory = log_files.node_directory(job_dir, topology.node_rank)
         self.timeline = log_files.Timeline(directory)
         self.phases = PhaseRecorder(job_dir, topology.node_rank, attempt=job.attempt, report=report)
@@ -286,10 +285,6 @@ class NodeWorkers:
 
     def signs_of_life(self) -> tuple[float, int]:
         """Return the time of the last output or heartbeat of a worker, and the last step."""
-        with contextlib.suppress(OSError):  # workers that torchrun has started touch a file
-            touched = (self.failures.directory / HEARTBEAT).stat().st_mtime_ns
-            if touched != self._touched:
-                self._touched, self.alive_at = touched, time.monotonic()
         return max(self.timeline.grown_at, self.alive_at), self._step
 
     def _on_worker_alive(self, message: forkserver_messages.WorkerAlive) -> None:

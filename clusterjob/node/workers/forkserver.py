@@ -481,7 +481,7 @@ class Forkserver:
             output_drain.flush(self._drain)  # the agent looks for a traceback in the output
         for message in reports:
             # Of torchrun's workers, only these messages arrive here.
-            ours = (messages.WorkerPhase, messages.WorkerWaits)
+            ours = (messages.WorkerPhase, messages.WorkerWaits, messages.WorkerAlive)
             if isinstance(message, messages.WorkerHandler):
                 self._sigterm[message.local_rank] = (message.state, time.monotonic())
             elif message.local_rank in local_ranks or isinstance(message, ours):
