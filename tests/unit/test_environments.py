@@ -69,7 +69,7 @@ def test_torchrun_worker_is_detected_with_evidence() -> None:
         world_size=8,
         local_world_size=4,
     )
-    assert (finding.source, finding.level, finding.conflicts) == ("torchrun", "worker", ())
+    assert (finding.source, finding.level, finding.conflicts) == ("torchrun", "worker", [])
     assert finding.evidence == {
         "rank": "RANK",
         "world_size": "WORLD_SIZE",
@@ -288,14 +288,14 @@ def test_node_rank_out_of_range_is_refused() -> None:
 def test_worker_variables_take_precedence_over_node_variables() -> None:
     finding = detect(OURS | TORCHRUN)
     assert finding.level == "worker"
-    assert {item.variable for item in finding.ignored} == {
+    assert finding.ignored.keys() == {
         "CLUSTERJOB_NNODES",
         "CLUSTERJOB_NODE_RANK",
         "CLUSTERJOB_MASTER_ADDR",
         "CLUSTERJOB_MASTER_PORT",
         "CLUSTERJOB_NPROC_PER_NODE",
     }
-    assert all(item.why for item in finding.ignored)
+    assert all(finding.ignored.values())
 
 
 def test_incomplete_worker_variables_do_not_fall_back_to_node_variables() -> None:
