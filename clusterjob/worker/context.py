@@ -83,7 +83,6 @@ class Context:
     _pid: int = field(default_factory=os.getpid, init=False)
     _depth: int = field(default=0, init=False)
     _beat_at: float = field(default=0.0, init=False)
-    _closed: bool = field(default=False, init=False)
 
     def __repr__(self) -> str:
         return (
@@ -108,7 +107,7 @@ class Context:
         trace: TracebackType | None,
     ) -> None:
         self._depth -= 1
-        if self._depth > 0 or self._closed:
+        if self._depth > 0 or state.context is not self:
             return  # this is an inner block; the outer block still needs the group
         ends_well = error is None or (isinstance(error, SystemExit) and error.code in (None, 0))
         leave(failed=not ends_well)
@@ -154,7 +153,6 @@ class Context:
             self._store.await_joined()
         self._store = None  # rank 0 may serve it
         joined, leaving = self._group is not None, self._owned and self.holds_group()
-        self._closed = True
         self._group = None
         if leaving and failed and self.world_size > 1:
             process.call_within(_ABANDON_TIMEOUT, self._abandon, device=self.device)
@@ -387,7 +385,7 @@ class Context:
     # -- communication -----------------------------------------------------------------------------
 
     def _check_open(self) -> None:
-        if self._closed:
+        if state.context is not self:
             raise UsageError("this context was shut down: call bootstrap.init() again")
 
     def _can_communicate(self) -> bool:

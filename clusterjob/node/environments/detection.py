@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -163,14 +164,10 @@ def look_up(environ: Mapping[str, str]) -> Mapping[str, str]:
     if environ.get("PALS_RANKID") and environ.get("PBS_NODEFILE"):
         text = files.read_text(environ["PBS_NODEFILE"], _MAX_TEXT)
         found[families.PALS_FIRST_NODE] = text.partition("\n")[0].strip()
-    if (
-        environ.get("FLUX_TASK_RANK")
-        and environ.get("FLUX_JOB_NNODES") != "1"
-        and not environ.get("MASTER_ADDR")
-    ):
-        found[families.FLUX_HOSTS] = processes.output_of(
-            families.FLUX_HOSTS.split(), environ, timeout=_TIMEOUT
-        )
+    several = environ.get("FLUX_TASK_RANK") and environ.get("FLUX_JOB_NNODES") != "1"
+    if several and not environ.get("MASTER_ADDR"):
+        command = families.FLUX_HOSTS.split()
+        found[families.FLUX_HOSTS] = processes.output_of(command, environ, timeout=_TIMEOUT)
     if environ.get("MPI_LOCALRANKID") and environ.get("PMI_FD") and not environ.get("MASTER_PORT"):
         found[families.HYDRA_PROXY] = _peer(environ["PMI_FD"])
     return {**environ, **found} if found else environ
@@ -183,15 +180,11 @@ def _peer(descriptor: str) -> str:
     """
     import socket
 
-    number = whole_number(descriptor)
-    if number is None or number > 1 << 20:
-        return ""
-    try:
-        with socket.socket(fileno=os.dup(number)) as link:
+    with contextlib.suppress(OSError, ValueError, OverflowError):
+        with socket.socket(fileno=os.dup(int(descriptor))) as link:
             pid = network.peer_of(link)[0]
-    except OSError:
-        return ""
-    return str(pid) if pid > 0 else ""
+            return str(pid) if pid > 0 else ""
+    return ""
 
 
 # -- clusterjob env --------------------------------------------------------------------------------

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import socket
 from collections.abc import Mapping
-from dataclasses import replace
 
 from clusterjob.errors import PlacementError
 from clusterjob.node import contract
@@ -45,7 +44,7 @@ def find_node(environ: Mapping[str, str]) -> Finding:
             "use `srun --ntasks-per-node=1 clusterjob launch ...`; to use this node only, set"
             " CLUSTERJOB_NNODES=1 CLUSTERJOB_NODE_RANK=0",
         )
-    alone = Topology(
+    finding.placement = Topology(
         1,
         0,
         nproc_per_node=None,
@@ -53,7 +52,7 @@ def find_node(environ: Mapping[str, str]) -> Finding:
         master_port=None,
         source=finding.source,
     )
-    return replace(finding, placement=alone)
+    return finding
 
 
 def node_of(finding: Finding) -> Topology:

@@ -119,12 +119,11 @@ def last_lines(path: Path, count: int = 20, limit: int = 8192) -> tuple[str, ...
         count: the maximum number of lines.
         limit: the maximum number of bytes to read from the end.
     """
-    try:
-        with open_regular(path) as stream:
-            stream.seek(max(0, os.fstat(stream.fileno()).st_size - limit))
-            lines = [shown(part).rstrip() for part in stream.read().split(b"\n")]
-    except OSError:
-        return ()
+    data = b""
+    with contextlib.suppress(OSError), open_regular(path) as stream:
+        stream.seek(max(0, os.fstat(stream.fileno()).st_size - limit))
+        data = stream.read()
+    lines = [shown(part).rstrip() for part in data.split(b"\n")]
     return tuple(line for line in lines if line)[-count:]
 
 
@@ -243,7 +242,6 @@ class _File:
     raw: bool = False
     offset: int = 0
     rest: bytes = b""
-    late: bool = True  # whether `rest` was recorded late enough for the reader
 
     def lines_up_to(self, size: int | None, seconds: float = 0.0) -> Iterator[list[LogLine]]:
         """Yield the lines up to this file size, in batches that need little memory.
@@ -370,17 +368,12 @@ class LogReader:
             self._moment = max(self._moment, seconds)
             file = self._file(node_rank, name)
             if file is not None:
-                file.late = seconds >= self._begin(node_rank)
                 lines = file.lines_up_to(size, seconds)
-                yield from lines if file.late else ([] for _ in lines)
-        if not end:
-            return
-        for node_rank in self._nodes():
+                yield from lines if seconds >= self._begin(node_rank) else ([] for _ in lines)
+        for node_rank in self._nodes() if end else ():
             for file in self._files_of(node_rank):
-                noted = file.offset
                 yield from file.lines_up_to(None, self._moment)
-                last_line = file.last_line(self._moment)
-                yield last_line if file.late or file.offset > noted else []
+                yield file.last_line(self._moment)
 
     def attempts(self) -> set[int]:
         """Return the attempts of the job whose workers have log files."""
@@ -394,13 +387,10 @@ class LogReader:
     def _begin(self, node_rank: int) -> float:
         """Return the earliest time of a node's lines, by the node's own clock."""
         if node_rank not in self._begins:
-            begin = self._since or 0.0
-            if self._last is not None:
-                timeline = node_directory(self._job_dir, node_rank) / TIMELINE
-                notes = [_NOTE.fullmatch(line) for line in last_lines(timeline)]
-                newest = max((float(note[1]) for note in notes if note is not None), default=0.0)
-                begin = max(begin, newest - self._last)
-            self._begins[node_rank] = begin
+            timeline = node_directory(self._job_dir, node_rank) / TIMELINE
+            notes = map(_NOTE.fullmatch, last_lines(timeline)) if self._last is not None else ()
+            newest = max((float(note[1]) for note in notes if note is not None), default=0.0)
+            self._begins[node_rank] = max(self._since or 0.0, newest - (self._last or 0.0))
         return self._begins[node_rank]
 
     def skip_to_tail(self, count: int) -> None:
@@ -459,13 +449,10 @@ class LogReader:
         found = []
         for node_rank in self._nodes():
             directory = node_directory(self._job_dir, node_rank)
-            if (directory / TIMELINE).exists() or (directory / AGENT_LOG).exists():
-                continue
-            for file in self._files_of(node_rank):
-                with contextlib.suppress(OSError):
-                    size = file.path.stat().st_size
-                    if size > file.offset:
-                        found.append((time.time(), node_rank, by_start(file.path.name), size))
+            if not ((directory / TIMELINE).exists() or (directory / AGENT_LOG).exists()):
+                for file in self._files_of(node_rank):
+                    note = (node_rank, by_start(file.path.name), size_of(file.path))
+                    found += [(time.time(), *note)] if note[-1] > file.offset else []
         return sorted(found)
 
     def _files_of(self, node_rank: int) -> Iterator[_File]:
