@@ -180,10 +180,10 @@ def _peer(descriptor: str) -> str:
     """
     import socket
 
-    with contextlib.suppress(OSError, ValueError, OverflowError):
-        with socket.socket(fileno=os.dup(int(descriptor))) as link:
-            pid = network.peer_of(link)[0]
-            return str(pid) if pid > 0 else ""
+    refused = contextlib.suppress(OSError, ValueError, OverflowError)
+    with refused, socket.socket(fileno=os.dup(int(descriptor))) as link:
+        pid = network.peer_of(link)[0]
+        return str(pid) if pid > 0 else ""
     return ""
 
 

@@ -508,20 +508,20 @@ def fold(batches: Iterable[list[LogLine]]) -> Iterator[list[Folded]]:
     writes it soon, the lines before it are shown first, unless the first rank writes them too.
 
     Args:
-        batches: lines in order of time; those of one batch were recorded at the same time.
+        batches: lines in order of time.
 
     Yields:
         The lines of at most `WINDOW` seconds, in parts that need little memory.
     """
     held: list[LogLine] = []
     size = 0
-    for lines in batches:
+    for line in itertools.chain.from_iterable(batches):
         is_full = len(held) > _MAX_HELD or size > _MAX_HELD_BYTES
-        if held and lines and (is_full or lines[0].seconds > held[0].seconds + WINDOW):
+        if held and (is_full or line.seconds > held[0].seconds + WINDOW):
             yield _fold_part(held)
             held, size = [], 0
-        held += lines
-        size += sum(len(line.text) for line in lines)
+        held.append(line)
+        size += len(line.text)
     if held:
         yield _fold_part(held)
 
