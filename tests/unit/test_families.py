@@ -308,7 +308,27 @@ NODES: dict[str, tuple[dict[str, str], Topology, tuple[str, ...]]] = {
         ("SM_HOSTS", "SM_CURRENT_HOST"),
     ),
 }
-EVERY: dict[str, tuple[dict[str, str], Any, tuple[str, ...]]] = {**PROCESSES, **NODES}
+TORCHRUN = {
+    "RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "4", "GROUP_RANK": "1",
+    "GROUP_WORLD_SIZE": "2", "MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "29500",
+}  # fmt: skip
+OURS = {
+    "CLUSTERJOB_NNODES": "3", "CLUSTERJOB_NODE_RANK": "2", "CLUSTERJOB_NPROC_PER_NODE": "8",
+    "CLUSTERJOB_MASTER_ADDR": "n0", "CLUSTERJOB_MASTER_PORT": "2222",
+}  # fmt: skip
+PLATFORMS: dict[str, tuple[dict[str, str], Any, tuple[str, ...]]] = {**PROCESSES, **NODES}
+EVERY = PLATFORMS | {
+    "torchrun": (
+        TORCHRUN | {"TORCHELASTIC_RUN_ID": "none"},
+        process("torchrun", 5, 1, 8, 4, 1, 2, "10.0.0.1", 29500),
+        ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"),
+    ),
+    "clusterjob": (
+        OURS,
+        Topology(3, 2, nproc_per_node=8, master_addr="n0", master_port=2222, source="clusterjob"),
+        ("CLUSTERJOB_NNODES", "CLUSTERJOB_NODE_RANK", "CLUSTERJOB_MASTER_ADDR"),
+    ),
+}
 
 
 @pytest.mark.parametrize("name", EVERY)
@@ -339,7 +359,7 @@ def test_incomplete_platform_variables_are_refused_with_missing_name(
 
 
 @pytest.mark.parametrize("name", EVERY)
-@pytest.mark.parametrize("value", ["x", "-1", "1.5", "٣"])
+@pytest.mark.parametrize("value", ["x", "-1", "1.5", "0x1", "1_0", "²", "٣", "4 4", "+1"])
 def test_non_numeric_value_is_refused_with_variable_name(name: str, value: str) -> None:
     environ, _, _ = EVERY[name]
     numbers = [
@@ -367,7 +387,7 @@ def test_rank_outside_world_size_is_refused(name: str) -> None:
     assert "rank is 8, outside 0..7" in "; ".join(detect(changed).conflicts)
 
 
-@pytest.mark.parametrize("name", EVERY)
+@pytest.mark.parametrize("name", PLATFORMS)
 def test_loopback_master_address_is_refused(name: str) -> None:
     environ, place, _ = EVERY[name]
     variable = detect(environ).evidence["master_addr"]
@@ -386,6 +406,8 @@ def test_loopback_master_address_is_refused(name: str) -> None:
 def test_undocumented_variables_do_not_change_result(name: str) -> None:
     environ, _, _ = EVERY[name]
     assert detect(environ | {"HOME": "/", "MY_RANK": "7", "PATH": "/bin"}) == detect(environ)
+    padded = {variable: f" {value}\n" for variable, value in environ.items()}
+    assert detect(padded).placement == detect(environ).placement
 
 
 # -- special cases of single platforms -------------------------------------------------------------
@@ -495,11 +517,6 @@ def test_single_node_needs_no_address(alone: dict[str, str]) -> None:
 
 # -- several platforms at once ---------------------------------------------------------------------
 
-TORCHRUN = {
-    "RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "4", "GROUP_RANK": "1",
-    "GROUP_WORLD_SIZE": "2", "MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "29500",
-}  # fmt: skip
-
 
 @pytest.mark.parametrize("name", EVERY)
 def test_torchrun_inside_any_platform_takes_precedence(name: str) -> None:
@@ -608,23 +625,50 @@ def test_agreeing_sources_give_no_conflict() -> None:
 
 names = sorted(
     {name for environ, _, _ in EVERY.values() for name in environ}
-    | {"RANK", "LOCAL_RANK", "SLURM_STEP_ID", "HOSTNAME"}
+    | {"SLURM_STEP_ID", "HOSTNAME", "CLUSTERJOB_JOB_ID", "CLUSTERJOB_REPORT_FD"}
 )
 values = (
     st.integers(-1, 9).map(str)
     | st.sampled_from(
-        ["", "h", "1:2", "h:1", "[::1]:5", "a,b", '["a"]', '"2"', "a b", "h[1-", "1" * 30]
+        [
+            "",
+            " ",
+            "h",
+            "65536",
+            "1:2",
+            "h:1",
+            "[::1]:5",
+            "a,b",
+            '["a"]',
+            '"2"',
+            "a b",
+            "h[1-",
+            "1" * 30,
+        ]
     )
     | st.text(max_size=5)
 )
 
 
+def is_consistent(place: Topology | Worker) -> bool:
+    """Return whether ranks, sizes and port are in range."""
+    node = place.topology if isinstance(place, Worker) else place
+    port = node.master_port is None or 0 < node.master_port < 65536
+    fits = 0 <= node.node_rank < node.nnodes and port and bool(node.master_addr)
+    if isinstance(place, Worker):
+        fits &= 0 <= place.rank < place.world_size
+        fits &= 0 <= place.local_rank < place.local_world_size <= place.world_size
+    return fits
+
+
 @given(st.dictionaries(st.sampled_from(names), values, max_size=12))
-def test_any_mapping_gives_placement_or_conflicts(environ: dict[str, str]) -> None:
-    finding = detect(environ)
+def test_any_mapping_gives_consistent_placement_or_conflicts(environ: dict[str, str]) -> None:
+    finding = detect(types.MappingProxyType(environ))
+    place = finding.placement
     assert finding == detect(dict(environ))
-    assert not (finding.placement is not None and finding.conflicts)
-    assert (finding.source == "none") == (finding.placement is None and not finding.conflicts)
+    assert place is None or (is_consistent(place) and not finding.conflicts)
+    assert (finding.source == "none") == (place is None and not finding.conflicts)
+    assert all(environ[variable].strip() for variable in finding.evidence.values())
 
 
 @given(st.sampled_from(sorted(EVERY)), st.sampled_from(names), values)
@@ -643,13 +687,14 @@ def test_every_family_has_a_fixture() -> None:
         for environ, _, _ in EVERY.values()
         if family.detect(environ).source != "none"
     }
-    assert found | {"env", "clusterjob", "slurm"} == {family.source for family in FAMILIES}
+    assert found | {"slurm"} == {family.source for family in FAMILIES}
 
 
 def test_every_family_of_nodes_is_a_platform() -> None:
     """Two platforms that disagree are a conflict; launchers start tasks inside a platform."""
     for family in FAMILIES:
-        levels = {family.detect(environ).level for environ, _, _ in EVERY.values()} - {"none"}
+        found = (family.detect(environ) for environ, _, _ in PLATFORMS.values())
+        levels = {each.level for each in found} - {"none"}
         assert family.is_platform == (levels == {"node"}), family.source
 
 
