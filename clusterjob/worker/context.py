@@ -409,29 +409,23 @@ class Context:
         import torch.distributed as dist
 
         exact = not (value.is_floating_point() or value.is_complex())
-        work_type, result_type = value.dtype, value.dtype
+        work_type = result_type = value.dtype
         if exact:
             work_type = torch.int64  # gloo does not support bool and int16
-            if op == "sum" and value.dtype == torch.bool:
-                result_type = torch.int64
-            elif op == "mean":
-                result_type = torch.get_default_dtype()
         elif value.is_floating_point() and value.element_size() < 4:
             work_type = torch.float32
-        place = (
-            value.device
-            if not grouped or value.device.type in self._devices
-            else self._exchange_device()
-        )
+        if exact and op == "mean":
+            result_type = torch.get_default_dtype()
+        elif op == "sum" and value.dtype == torch.bool:
+            result_type = torch.int64
+        is_sent = not grouped or value.device.type in self._devices
+        place = value.device if is_sent else self._exchange_device()
         work = value.detach().to(
             device=place, dtype=work_type, copy=True, memory_format=torch.contiguous_format
         )
         if grouped:
-            # gloo has no mean operation.
-            operation = {"mean": dist.ReduceOp.SUM, "product": dist.ReduceOp.PRODUCT}.get(
-                op
-            ) or getattr(dist.ReduceOp, op.upper())
-            dist.all_reduce(work, op=operation)
+            name = "SUM" if op == "mean" else op.upper()  # gloo has no mean operation
+            dist.all_reduce(work, op=getattr(dist.ReduceOp, name))
         if op == "mean":
             work = (work.double() if exact else work) / self.world_size
         return work.to(device=value.device, dtype=result_type)

@@ -29,7 +29,6 @@ import contextlib
 import hashlib
 import os
 import re
-import stat
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -48,7 +47,7 @@ from clusterjob.node.logs.job_dir import (
     RESULT,
 )
 from clusterjob.node.logs.log_files import last_lines, node_directory
-from clusterjob.node.system import files
+from clusterjob.node.system import files, private_dirs
 from clusterjob.node.verdict import Failure, FailureKind, JobState, Verdict
 
 # Directory for verdicts that cannot be written to the job's directory. It is used only if it
@@ -332,12 +331,10 @@ def read_result(job_dir: Path) -> Verdict | None:
 def _aside(job_dir: Path) -> Path:
     """Return the file for a verdict that cannot be written to the job's directory.
 
-    If another user created the directory in /tmp, the path is one that cannot exist.
+    If another user made or could change the directory in /tmp, the path is one that cannot exist.
     """
     with contextlib.suppress(OSError):
-        found = _ASIDE.lstat()
-        owned = stat.S_ISDIR(found.st_mode) and found.st_uid == os.geteuid()
-        if owned and not found.st_mode & 0o077:
+        if not private_dirs.exposed(_ASIDE):
             return _ASIDE / f"{hashlib.sha256(os.fsencode(job_dir)).hexdigest()}.json"
     return Path(os.devnull, "none")
 

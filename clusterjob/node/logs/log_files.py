@@ -47,7 +47,7 @@ _MAX_HELD, _MAX_HELD_BYTES = 5_000, 4 << 20  # maximum lines and bytes to hold b
 _MAX_AHEAD = 32  # maximum lines of one rank to look at for an equal line
 # One line of a timeline: seconds, node, order and size of a file; see `by_start`.
 _Note = tuple[float, int, tuple[int, int, int, str], int]
-_NOTE = re.compile(r"(\d+\.\d{3}) (\S+) (\d{1,18})", re.ASCII)
+NOTE = re.compile(r"(\d{1,12}\.\d{3}) (\S{1,80}) (\d{1,18})", re.ASCII)  # a line of a timeline
 _NODE = re.compile(r"node(\d{1,9})", re.ASCII)
 FILE_NAME = re.compile(
     r"(?:rank(?P<rank>\d{1,9})|torchrun)(?:\.attempt(?P<attempt>\d{1,9}))?"
@@ -232,8 +232,16 @@ class LogLine:
 
 
 @dataclass
-class _File:
-    """The reading state of one file; `rest` is the beginning of a line that has no newline yet."""
+class LogFile:
+    """A file that grows, or a timeline, as far as it was read.
+
+    Attributes:
+        node_rank, rank, stream: those of its lines.
+        path: the file.
+        raw: see `LogReader`.
+        offset: the bytes that were read.
+        rest: the beginning of a line that has no newline yet.
+    """
 
     node_rank: int
     rank: int | None
@@ -264,6 +272,7 @@ class _File:
                 yield lines
 
     def last_line(self, seconds: float) -> list[LogLine]:
+        """Return the line without a newline, and forget it."""
         rest, self.rest = self.rest, b""
         return self._lines(rest, seconds, ended=False) if rest else []
 
@@ -341,8 +350,8 @@ class LogReader:
         self._last = last
         self._begins: dict[int, float] = {}
         self._raw = raw
-        self._files: dict[tuple[int, str], _File] = {}
-        self._timelines: dict[int, _File] = {}
+        self._files: dict[tuple[int, str], LogFile] = {}
+        self._timelines: dict[int, LogFile] = {}
         self._moment = 0.0
 
     def read(self) -> list[LogLine]:
@@ -388,7 +397,7 @@ class LogReader:
         """Return the earliest time of a node's lines, by the node's own clock."""
         if node_rank not in self._begins:
             timeline = node_directory(self._job_dir, node_rank) / TIMELINE
-            notes = map(_NOTE.fullmatch, last_lines(timeline)) if self._last is not None else ()
+            notes = map(NOTE.fullmatch, last_lines(timeline)) if self._last is not None else ()
             newest = max((float(note[1]) for note in notes if note is not None), default=0.0)
             self._begins[node_rank] = max(self._since or 0.0, newest - (self._last or 0.0))
         return self._begins[node_rank]
@@ -430,11 +439,11 @@ class LogReader:
         """Yield the new records of a node's timeline; sort those of one time by `by_start`."""
         path = node_directory(self._job_dir, node_rank) / TIMELINE
         timeline = self._timelines.setdefault(
-            node_rank, _File(node_rank, None, stream="out", path=path)
+            node_rank, LogFile(node_rank, None, stream="out", path=path)
         )
         lines = (line for piece in timeline.lines_up_to(None) for line in piece)
         # A full disk may cut a line short.
-        matches = (match for line in lines if (match := _NOTE.fullmatch(line.text)) is not None)
+        matches = (match for line in lines if (match := NOTE.fullmatch(line.text)) is not None)
         notes = (
             (float(match[1]), node_rank, by_start(match[2]), int(match[3])) for match in matches
         )
@@ -455,7 +464,7 @@ class LogReader:
                     found += [(time.time(), *note)] if note[-1] > file.offset else []
         return sorted(found)
 
-    def _files_of(self, node_rank: int) -> Iterator[_File]:
+    def _files_of(self, node_rank: int) -> Iterator[LogFile]:
         """Yield the files of a node that the reader returns, in the order of starts."""
         for name in file_names(node_directory(self._job_dir, node_rank)):
             file = self._file(node_rank, name)
@@ -466,7 +475,7 @@ class LogReader:
         wanted = self._wanted_nodes
         return [node for node in nodes(self._job_dir) if wanted is None or node in wanted]
 
-    def _file(self, node_rank: int, name: str) -> _File | None:
+    def _file(self, node_rank: int, name: str) -> LogFile | None:
         match = FILE_NAME.fullmatch(name)
         if match is None:
             return None
@@ -481,7 +490,7 @@ class LogReader:
         path = node_directory(self._job_dir, node_rank) / name
         return self._files.setdefault(
             (node_rank, name),
-            _File(node_rank, rank, stream=match["stream"], path=path, raw=self._raw),
+            LogFile(node_rank, rank, stream=match["stream"], path=path, raw=self._raw),
         )
 
 
