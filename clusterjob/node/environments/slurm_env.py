@@ -168,6 +168,8 @@ def _read_master(found: Finding) -> None:
     """Read node 0's name: CLUSTERJOB_MASTER_ADDR, MASTER_ADDR or the step's first node."""
     listed = "SLURM_STEP_NODELIST"
     nodes = found.hostlist(listed)
+    if found.conflicts:
+        return
     found.find_master(
         found.first_set(_OWN_MASTER, "MASTER_ADDR"),
         found.first_set("CLUSTERJOB_MASTER_PORT", "MASTER_PORT"),
