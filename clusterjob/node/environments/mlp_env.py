@@ -12,6 +12,7 @@ https://www.volcengine.com/docs/6459/96563
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping
 
 from clusterjob.node.environments.topology import Finding, Topology
@@ -51,15 +52,12 @@ def peers(environ: Mapping[str, str], nnodes: int) -> list[str]:
     """Return the names and addresses of all nodes; empty if the variables do not give them all."""
     found = Finding(SOURCE, environ)
     role = _role(found)
-    listed: list[str] = []
-    complete = False
+    lists = []
     for kind in ("HOST", "PRIMARY_HOST"):
-        each = [f"MLP_{role}_{node}_{kind}" for node in range(nnodes)]
-        for variables in (each, [f"MLP_{role}_ALL_{kind}S"]):
-            hosts = [host for variable in variables for host in found.hosts(variable)]
-            complete = complete or len(hosts) >= nnodes
-            listed += hosts
-    return list(dict.fromkeys(listed)) if complete else []
+        each = (found.hosts(f"MLP_{role}_{node}_{kind}") for node in range(nnodes))
+        lists += [found.hosts(f"MLP_{role}_ALL_{kind}S"), [*itertools.chain.from_iterable(each)]]
+    are_all = any(len(hosts) >= nnodes for hosts in lists)
+    return list(dict.fromkeys(itertools.chain.from_iterable(lists))) if are_all else []
 
 
 def _role(found: Finding) -> str:

@@ -45,7 +45,7 @@ from clusterjob.node.system.sanitize import sanitize
 from clusterjob.node.system.shared_note import SharedNote
 from clusterjob.node.verdict import Verdict
 
-MAX_TEXT = 8000  # bytes of text on one numbered line
+MAX_TEXT = 4000  # characters of text on one numbered line, at most 16,000 bytes
 _LINE = re.compile(
     r"(?P<number>[1-9]\d{0,11})(?:@(?P<seconds>\d{1,12}\.\d))? "
     r"(?:\[(?P<label>(?:\d{1,9}(?:-\d{1,9})?|node\d{1,9})"
@@ -125,16 +125,13 @@ class LineWriter:
         )
 
     def _line(self, mark: str, text: str, stamp: str = "") -> str:
-        data, found = text.encode(errors="backslashreplace"), []
-        while True:
-            end = MAX_TEXT
-            while end < len(data) and data[end] & 0xC0 == 0x80:  # do not split a character
-                end -= 1
-            piece, data = data[:end].decode(), data[end:]
-            found.append(f"{self.next}{stamp} {mark}{'+' if data else ''} {piece}\n")
+        text = text.encode(errors="backslashreplace").decode()
+        begins, found = range(0, len(text) or 1, MAX_TEXT), ""
+        for begin in begins:
+            more = "" if begin == begins[-1] else "+"
+            found += f"{self.next}{stamp} {mark}{more} {text[begin : begin + MAX_TEXT]}\n"
             self.next, stamp = self.next + 1, ""
-            if not data:
-                return "".join(found)
+        return found
 
 
 def parse_line(line: str) -> NumberedLine | None:
