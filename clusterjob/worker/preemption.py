@@ -28,7 +28,7 @@ _INTERVAL = 1.0  # seconds between two polls of the warning file
 BY_SIGNALS = "none"
 # The signal by which the waiting thread interrupts the main thread: libraries use the first ones.
 _WAKE = signal.SIGRTMIN + 10 if hasattr(signal, "SIGRTMIN") else signal.SIGUSR2
-_OF_A_CHILD = {signal.SIGUSR1: signal.SIG_IGN}  # else the default
+_OF_A_CHILD: dict[int, Any] = {signal.SIGUSR1: signal.SIG_IGN}  # else the default
 
 
 def warned(pid: int) -> bool:

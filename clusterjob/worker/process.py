@@ -19,15 +19,15 @@ def is_worker() -> bool:
     return os.environ.get(contract.REPORT_FD, "").rpartition(":")[2] == str(os.getpid())
 
 
-def report(kind: str, **fields: Any) -> None:
+def report(type_: str, **fields: Any) -> None:
     """Write a message to the agent that has started this process; do nothing without one.
 
     Args:
-        kind: the name of the message, see `clusterjob.node.workers.forkserver_messages`.
+        type_: the name of the message, see `clusterjob.node.workers.forkserver_messages`.
         **fields: its fields without the local rank.
     """
     if is_worker():
-        torch_patches.send(kind, **fields)
+        torch_patches.send(type_, **fields)
 
 
 def end_process(exit_code: int) -> None:

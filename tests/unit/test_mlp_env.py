@@ -251,8 +251,8 @@ def test_stale_process_variables_beside_variables_of_node_are_named(
         f"but the variables of mlp describe a node: unset {names}"
     )
     assert detect(without("MLP_WORKER_NUM") | stale).conflicts[0] == (
-        "RANK" if "," not in names else "MASTER_ADDR"
-    ) + " is not set" + (" (rank)" if "," not in names else " (master_addr)")
+        "MASTER_PORT is not set (master_port)" if "," in names else "RANK is not set (rank)"
+    )
     worker = {
         "LOCAL_RANK": "0",
         "RANK": "1",

@@ -343,7 +343,8 @@ MANUAL_RANKS = """
         context = mp.get_context(method)
         context.set_forkserver_preload(["torch.distributed"])
         for _ in range(2):
-            workers = [context.Process(target=train, args=(rank, 2, 2 - len(port))) for rank in range(2)]
+            several = [(rank, 2, 2 - len(port)) for rank in range(2)]
+            workers = [context.Process(target=train, args=each) for each in several]
             for process in workers: process.start()
             for process in workers: process.join()
             assert [process.exitcode for process in workers] == [0, 0]

@@ -65,16 +65,16 @@ def tell(phase: str) -> None:
     send("WorkerPhase", phase=phase, monotonic=time.monotonic())
 
 
-def send(kind: str, **fields: Any) -> None:
+def send(type_: str, **fields: Any) -> None:
     """Write a message into the agents' report pipe; do nothing outside of a worker.
 
     Args:
-        kind: the name of the message, see `clusterjob.node.workers.forkserver_messages`.
+        type_: the name of the message, see `clusterjob.node.workers.forkserver_messages`.
         **fields: its fields without the local rank.
     """
     with contextlib.suppress(OSError, ValueError, KeyError):
         local_rank = int(os.environ.get("LOCAL_RANK", "0"))  # torchrun itself has none
-        message = {"type": kind, "local_rank": local_rank, **fields}
+        message = {"type": type_, "local_rank": local_rank, **fields}
         descriptor, opened = _report_pipe()
         try:
             if stat.S_ISFIFO(os.fstat(descriptor).st_mode):
