@@ -168,7 +168,8 @@ def _torch(found: Finding) -> Worker | None:
         found.conflicts.append(
             "LOCAL_WORLD_SIZE is not set (local_world_size), and RANK differs from LOCAL_RANK"
         )
-    numbers.setdefault("local_world_size", max(1, world_size // nnodes))
+    size = numbers.setdefault("local_world_size", max(1, world_size // nnodes))
+    numbers.setdefault("nnodes", max(1, world_size // max(1, size)))
     return found.worker(refuse_loopback=found.source not in _AGENTS_CONNECTED)
 
 
