@@ -58,8 +58,7 @@ def test_kerberos_ticket_selects_openssh(tmp_path: Path, monkeypatch: pytest.Mon
     (tmp_path / "klist").chmod(0o755)
     assert not needs(gssapi=True)
     monkeypatch.setenv("KRB5CCNAME", "FILE:mine")
-    assert needs(gssapi=True)
-    assert not needs(gssapi=False)
+    assert (needs(gssapi=True), needs(gssapi=False)) == (True, False)
 
 
 def test_without_ssh_only_required_features_are_errors(
@@ -75,11 +74,32 @@ def test_without_ssh_only_required_features_are_errors(
 
 
 def test_transport_of_record_is_kept_and_older_record_means_auto() -> None:
-    place = Place((Host("gpu1"),), "python3", transport="openssh")
-    data = place.to_json()
-    assert Place.from_json(data) == place
+    data = Place((Host("gpu1"),), "python3", transport="openssh").to_json()
+    assert Place.from_json(data).transport == "openssh"
     del data["transport"]
     assert Place.from_json(data).transport == "auto"
+
+
+@pytest.mark.parametrize(
+    "code", ["import time; time.sleep(100)", "import os\nwhile True: os.write(2, b'x' * 10000)"]
+)
+def test_process_without_output_times_out_in_both_directions(code: str) -> None:
+    stream = channel(code, timeout=0.3)
+    begin = time.monotonic()
+    with pytest.raises(TimeoutError):
+        stream.recv(1)
+
+    def fill() -> None:
+        while True:
+            stream.send(b"x" * 65536)
+
+    with pytest.raises(TimeoutError):
+        fill()
+    assert time.monotonic() - begin < 10
+    assert not stream.closed
+    stream.close()
+    with pytest.raises(OSError, match="closed"):
+        stream.recv(1)
 
 
 def test_unknown_transport_is_refused() -> None:
@@ -103,33 +123,6 @@ def test_process_that_floods_stderr_is_not_blocked() -> None:
         assert len(text) <= 1 << 16
     assert text.endswith(b"last")
     stream.close()
-
-
-def test_endless_stderr_does_not_extend_timeout() -> None:
-    stream = channel("import os\nwhile True: os.write(2, b'x' * 10000)", timeout=0.5)
-    begin = time.monotonic()
-    with pytest.raises(TimeoutError):
-        stream.recv(1)
-    assert time.monotonic() - begin < 10
-    assert not stream.closed
-    stream.close()
-    assert stream.closed
-
-
-def test_silent_process_times_out_in_both_directions() -> None:
-    stream = channel("import time; time.sleep(100)", timeout=0.2)
-    with pytest.raises(TimeoutError):
-        stream.recv(1)
-
-    def fill() -> None:
-        while True:
-            stream.send(b"x" * 65536)
-
-    with pytest.raises(TimeoutError):
-        fill()
-    stream.close()
-    with pytest.raises(OSError, match="closed"):
-        stream.recv(1)
 
 
 def test_stdin_is_closed_alone_and_exit_code_returned() -> None:
