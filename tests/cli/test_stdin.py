@@ -12,11 +12,11 @@ from pathlib import Path
 
 import pytest
 from procs import TEST_TIMEOUT, Job, wait_until
-from ssh_network import python_without_torch
 
 from clusterjob.node.system import processes
 
 MakeJob = Callable[..., Job]
+pytestmark = pytest.mark.usefixtures("plain_python")
 
 READER = """
     import os, sys
@@ -72,12 +72,6 @@ TWO_RANKS = pytest.mark.parametrize(
     ],
     ids=["run-fork", "launch-fork", "launch-exec"],
 )
-
-
-@pytest.fixture(autouse=True)
-def _plain_python(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let jobs use an interpreter without torch, which starts ten times faster."""
-    monkeypatch.setenv("CLUSTERJOB_PYTHON", str(python_without_torch(tmp_path)))
 
 
 @TWO_RANKS
@@ -181,25 +175,15 @@ def test_rank_0_reads_pipe_but_detached_job_has_empty_stdin(
     make_job: MakeJob, tmp_path: Path
 ) -> None:
     script = make_job().script(READER)
-    command = [sys.executable, "-m", "clusterjob"]
-    run = subprocess.run(
-        [*command, "run", script],
-        input="piped\n",
-        capture_output=True,
-        text=True,
-        cwd=tmp_path,
-        check=False,
-    )
-    assert run.stdout == "0 'piped\\n' False\n", run.stderr
-    submit = subprocess.run(
-        [*command, "submit", "--follow", script],
-        input="piped\n",
-        capture_output=True,
-        text=True,
-        cwd=tmp_path,
-        check=False,
-    )
-    assert "0 '' False" in submit.stdout, submit.stderr
+    for words, shown in (
+        (["run"], "0 'piped\\n' False"),
+        (["submit", "--follow"], "0 '' False"),
+    ):
+        done = subprocess.run(
+            [*RUN[:-1], *words, script], input="piped\n", capture_output=True, text=True,
+            cwd=tmp_path, check=False,
+        )  # fmt: skip
+        assert shown in done.stdout.splitlines(), done.stderr
 
 
 def test_background_run_does_not_read_terminal(make_job: MakeJob, tmp_path: Path) -> None:
@@ -237,10 +221,9 @@ print(os.environ["RANK"], sys.argv, __name__, repr(sys.stdin.read()), flush=True
     assert sorted(ended.stdout.splitlines()) == [
         f"[{rank}] {rank} ['-', '--lr', '1'] __main__ ''" for rank in range(4)
     ], ended.stderr
-    if command[:3] == RUN[:3]:
-        again = [sys.executable, "-m", "clusterjob"]
-        subprocess.run([*again, "rerun"], check=True, cwd=tmp_path, stdin=subprocess.DEVNULL)
-        subprocess.run([*again, "wait", "@"], check=True, cwd=tmp_path)
+    if "run" in command:
+        for words in (["rerun"], ["wait", "@"]):
+            subprocess.run([*RUN[:-1], *words], check=True, cwd=tmp_path, stdin=subprocess.DEVNULL)
 
 
 @COMMANDS

@@ -6,7 +6,6 @@ import json
 import os
 import re
 import signal
-import subprocess
 import sys
 import textwrap
 import time
@@ -14,6 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from commands import command
 from procs import TEST_TIMEOUT, wait_until
 from screens import Screen, require_tmux
 from terminals import Terminal
@@ -41,34 +41,25 @@ LOOPING = """
 """
 
 
-def clusterjob(*words: str, code: int = 0) -> str:
-    done = subprocess.run(
-        [sys.executable, "-m", "clusterjob", *words], capture_output=True, text=True, check=False
-    )
-    assert done.returncode == code, done.stderr
-    return done.stdout
-
-
 def state(job_id: str) -> str:
-    return json.loads(clusterjob("status", job_id, "--json"))["jobs"][0]["state"]
+    [job] = json.loads(command(Path(), "status", job_id, "--json").stdout)["jobs"]
+    return job["state"]
 
 
 @pytest.fixture
 def real_job(tmp_path: Path) -> Iterator[str]:
     """A job of two ranks that runs until it is cancelled."""
     require_tmux()
-    script = tmp_path / "train.py"
-    script.write_text(textwrap.dedent(LOOPING))
-    job_id = clusterjob(
-        "submit", "--cluster", "local", "--nproc-per-node", "2", str(script)
-    ).strip()
+    (tmp_path / "train.py").write_text(textwrap.dedent(LOOPING))
+    words = ("--cluster", "local", "--nproc-per-node", "2", "train.py")
+    job_id = command(tmp_path, "submit", *words).stdout.strip()
     yield job_id
-    clusterjob("cancel", job_id)
-    clusterjob("wait", job_id, code=143)
+    command(tmp_path, "cancel", job_id)
+    command(tmp_path, "wait", job_id, code=143)
 
 
-def window(size: tuple[int, int], directory: Path, command: str = TOP) -> Screen:
-    return Screen(command, columns=size[0], rows=size[1], directory=directory)
+def window(size: tuple[int, int], directory: Path, line: str = TOP) -> Screen:
+    return Screen(line, columns=size[0], rows=size[1], directory=directory)
 
 
 def assert_fits(screen: Screen) -> None:
@@ -245,35 +236,18 @@ def test_top_reports_its_own_crash_in_one_line(tmp_path: Path) -> None:
         screen.assert_clean()
 
 
-def test_top_obeys_no_color(tmp_path: Path) -> None:
+@pytest.mark.parametrize("no_color", ["", "1"])
+def test_top_obeys_no_color(tmp_path: Path, no_color: str) -> None:
     WrittenJob("small-222222").grow()
-    for command, coloured in ((TOP, True), (f"NO_COLOR=1 {TOP}", False)):
-        with window((80, 24), tmp_path, command) as screen:
-            screen.wait_for_all("small-222222", "RUNNING", "2 ranks")
-            assert bool(screen.colours) is coloured
-            screen.press("q")
-            screen.wait_for_all("exit code 0")
+    with window((80, 24), tmp_path, f"NO_COLOR={no_color} {TOP}") as screen:
+        screen.wait_for_all("small-222222", "RUNNING", "2 ranks")
+        assert bool(screen.colours) != bool(no_color)
 
 
-def test_top_without_terminal_names_other_commands() -> None:
-    done = subprocess.run(
-        [sys.executable, "-m", "clusterjob", "top"], capture_output=True, text=True, check=False
-    )
-    assert done.returncode == 2
-    assert "top needs a terminal" in done.stderr
-    assert "status --watch" in done.stderr
-    assert "metrics" in done.stderr
-
-
-def test_top_of_unknown_job_is_refused() -> None:
-    done = subprocess.run(
-        [sys.executable, "-m", "clusterjob", "top", "nothing"],
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 2
-    assert "there is no job 'nothing'" in done.stderr
+def test_top_without_terminal_names_other_commands(tmp_path: Path) -> None:
+    error = command(tmp_path, "top", code=2).stderr
+    for part in ("top needs a terminal", "status --watch", "metrics"):
+        assert part in error
 
 
 def test_top_without_textual_says_what_to_install(tmp_path: Path) -> None:
