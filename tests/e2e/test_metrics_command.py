@@ -137,6 +137,5 @@ def test_job_without_metrics_gives_one_line_with_the_reason(
 def test_wrong_metrics_options_are_refused(
     tmp_path: Path, words: tuple[str, ...], error: str
 ) -> None:
-    (tmp_path / "train.py").write_text("pass")
-    done = command(tmp_path, "run", "--cluster", "local", *words, "train.py", code=2)
+    done = command(tmp_path, "render", "--cluster", "local", *words, "--", "true", code=2)
     assert error in done.stderr

@@ -109,7 +109,3 @@ def test_clocks_of_nodes_are_aligned_where_ranks_form_their_group(tmp_path: Path
     begin = time.monotonic()
     assert abs(clock.place(0, 0, begin) - clock.place(1, 0, begin)) < 0.5  # measured: 3 ms
     assert not clock.unaligned
-
-
-def test_report_refuses_unknown_job_and_missing_directory(tmp_path: Path) -> None:
-    assert "no job" in command(tmp_path, "report", "nothing", code=2).stderr
