@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import os
-import pty
 import re
-import select
 import shutil
-import signal
 import statistics
 import subprocess
 import sys
@@ -17,6 +14,7 @@ from pathlib import Path
 
 import pytest
 from procs import TEST_TIMEOUT, wait_until
+from terminals import Terminal
 
 import clusterjob
 from clusterjob.cli import app, completion_answers, completion_values, main
@@ -37,43 +35,25 @@ WAIT_FOR_SHELL = "echo re''ady\n"  # its echo on the terminal does not contain t
 PRINT_WORDS = "\x01printf '<%s>' \n"  # Ctrl-A moves to the begin of the line
 
 
-class Shell:
+class Shell(Terminal):
     """An interactive shell in a terminal, with the completion loaded."""
 
     def __init__(self, name: str, directory: Path) -> None:
-        self.name = name
-        self.pid, self._terminal = pty.fork()
-        if self.pid == 0:
-            os.chdir(directory)
-            os.environ["TERM"] = "xterm"
-            os.execvp(START[name][0], START[name])
-        self._shown = b""
-        self._send(f"{LOAD[name]}\n{WAIT_FOR_SHELL}")
-        self._read_until(b"ready")
+        env = os.environ | {"TERM": "xterm"}
+        super().__init__(START[name], cwd=directory, controlling=True, env=env)
+        self._run(f"{LOAD[name]}\n")
 
     def complete(self, text: str) -> list[str]:
         """Type a text and a TAB; return the words of the line, as the shell reads them."""
-        self._shown = b""
-        self._send(f"{text}\t{PRINT_WORDS}{WAIT_FOR_SHELL}")
-        self._read_until(b"ready")
-        found = re.findall(r"(?:<[^<>\s]*>)+", self._shown.decode(errors="replace"))
-        assert found, self._shown
+        self._run(f"{text}\t{PRINT_WORDS}")
+        found = re.findall(r"(?:<[^<>\s]*>)+", self.shown.decode(errors="replace"))
+        assert found, self.shown
         return found[-1][1:-1].split("><")
 
-    def close(self) -> None:
-        os.kill(self.pid, signal.SIGKILL)
-        os.waitpid(self.pid, 0)
-        os.close(self._terminal)
-
-    def _send(self, text: str) -> None:
-        os.write(self._terminal, text.encode())
-
-    def _read_until(self, wanted: bytes) -> None:
-        end = time.monotonic() + TEST_TIMEOUT
-        while wanted not in self._shown:
-            ready, _, _ = select.select([self._terminal], [], [], end - time.monotonic())
-            assert ready, f"{wanted!r} is not shown, but {self._shown.decode(errors='replace')}"
-            self._shown += os.read(self._terminal, 65536)
+    def _run(self, text: str) -> None:
+        self.shown = b""
+        self.type(f"{text}{WAIT_FOR_SHELL}".encode())
+        self.read_until(b"ready")
 
 
 @pytest.fixture
@@ -111,13 +91,9 @@ def make_records(names: list[str]) -> None:
 
 @pytest.fixture(params=list(SCRIPTS))
 def shell(request: pytest.FixtureRequest, place: Path) -> Iterator[Shell]:
-    name = request.param
-    assert shutil.which(name), f"{name} is missing: run `make packages`"
-    opened = Shell(name, place)
-    try:
+    assert shutil.which(request.param), f"{request.param} is missing: run `make packages`"
+    with Shell(request.param, place) as opened:
         yield opened
-    finally:
-        opened.close()
 
 
 def test_tab_completes_in_the_shell(shell: Shell, place: Path) -> None:

@@ -16,8 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from launching import write_tree
 from procs import TEST_TIMEOUT
-from ssh_network import SshNetwork, python_without_torch
-from sshsite import Site
+from ssh_network import python_without_torch
 
 from clusterjob.core import config_files, interpreters
 from clusterjob.core.proposals import Proposal, profile_lines, toml_value
@@ -230,31 +229,6 @@ def test_full_disk_is_one_line(place: Path, tmp_path: Path) -> None:
     assert "clusterjob.toml cannot be written: No space left on device" in done.stderr
     assert "hint: `df " in done.stderr
     assert left == ["all"]
-
-
-@pytest.mark.slow
-@pytest.mark.usefixtures("ssh_network")
-def test_hosts_that_the_user_names_pass_doctor(
-    site: Site, ssh_network: SshNetwork, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    for name in ("gpu1", "gpu2"):
-        subprocess.run(["rm", "-rf", ssh_network.hosts[name].home / "lib"], check=True)
-        light_torch(ssh_network.hosts[name].home / "lib")
-    user = Path(os.environ["XDG_CONFIG_HOME"]) / "clusterjob/config.toml"
-    user.parent.mkdir(parents=True, exist_ok=True)
-    user.write_text(
-        "[defaults]\nsetup = ['export PYTHONPATH=\"$HOME/lib\"']\n"
-        f"python = {toml_value(str(site.python))}\n"
-        f"set.ssh_config = {toml_value(str(ssh_network.config))}\n"
-    )
-    monkeypatch.chdir(site.directory)
-    init(answers="ssh\ngpu[1-2\ngpu[1-2]\n\n")
-    data = written(site.directory)
-    assert data["cluster"] == "ssh"
-    assert data["clusters"]["ssh"] == {"backend": "ssh", "hosts": "gpu[1-2]"}
-    found = doctor(cwd=site.directory)
-    assert found.fit, found
-    assert found.message("reached").startswith("gpu1 (root@10.77.0.1:22), gpu2")
 
 
 # -- TOML ------------------------------------------------------------------------------------------

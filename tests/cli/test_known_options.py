@@ -33,14 +33,6 @@ def commands() -> list[str]:
 # -- flags -----------------------------------------------------------------------------------------
 
 
-def test_short_flags_are_those_of_sbatch() -> None:
-    short = {option.short: option.key for option in OPTIONS.values() if option.short}
-    assert short.items() >= {
-        "-N": "nodes", "-p": "partition", "-t": "time", "-J": "name", "-A": "account",
-        "-c": "cpus_per_task",
-    }.items()  # fmt: skip
-
-
 def test_line_of_sbatch_sets_the_same_options(terminal: Terminal) -> None:  # noqa: F811
     line = "-N2 -p train -t 30 -J first -A team -c 4 --gpus 8 --after afternotok:7:8 --after 9"
     done = terminal("render", "--json", "--cluster", "slurm", *line.split(), "--", "true")

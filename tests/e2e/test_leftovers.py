@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
@@ -11,7 +12,7 @@ from pathlib import Path
 import pytest
 from commands import CLUSTERJOB, command
 from launching import write_tree
-from procs import TEST_TIMEOUT, wait_until
+from procs import TEST_TIMEOUT, wait_for_no_processes, wait_until
 
 from clusterjob.core import jobs
 from clusterjob.core.records import Records, home
@@ -36,29 +37,32 @@ def age(*paths: Path) -> None:
 
 def test_submit_removes_leftovers_of_killed_submits(work: Path) -> None:
     """Each submit gets SIGKILL, each after a different time from its first write of a record."""
+    (work / "train.py").write_text("import time; time.sleep(1000)\n")
     jobs_dir, records = home() / "jobs", home() / "records"
     killed = 0
     for delay in (0.0, 0.005, 0.02, 0.05):
         before = len(list(records.glob("*")))
-        process = subprocess.Popen([*CLUSTERJOB, "submit", "train.py"], cwd=work)
+        process = subprocess.Popen([*CLUSTERJOB, "submit", "--nodes", "4", "train.py"], cwd=work)
         wait_until(
-            lambda before=before, process=process: (
-                len(list(records.glob("*"))) > before or process.poll() is not None
-            ),
-            TEST_TIMEOUT,
+            lambda before=before: len(list(records.glob("*"))) > before, TEST_TIMEOUT, "a record"
         )
         time.sleep(delay)
         process.kill()
         killed += process.wait(TEST_TIMEOUT) == -signal.SIGKILL
     assert killed
+    for detached in jobs_dir.glob("*/detached"):  # it was submitted before the signal
+        command(work, "cancel", detached.parent.name)
+    wait_for_no_processes(TEST_TIMEOUT)
     (records / ".x-222222.json.abcdefgh.tmp").touch()
     (jobs_dir / "x-222222" / "logs").mkdir(parents=True)
     age(*records.iterdir(), jobs_dir / "x-222222")
+    (work / "train.py").write_text("")
     submit_and_wait(work)
     recorded = {path.name for path in records.iterdir()}
     assert [name for name in recorded if name.startswith(".")] == []
     assert {f"{name}.json" for name in os.listdir(jobs_dir)} <= recorded
-    assert "PENDING" not in command(work, "list").stdout
+    jobs_shown = json.loads(command(work, "list", "--json").stdout)["jobs"]
+    assert {job["state"] for job in jobs_shown} <= {"CANCELLED", "LOST", "SUCCEEDED"}
 
 
 def test_submit_keeps_files_of_other_processes(work: Path) -> None:

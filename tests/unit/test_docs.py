@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 import inspect
 import re
 from pathlib import Path
@@ -125,27 +124,6 @@ def test_architecture_page_tree_equals_package_folders() -> None:
         f"{path.parent.relative_to(ROOT).as_posix()}/"
         for path in (ROOT / "clusterjob").rglob("*.py")
     }
-
-
-def test_messages_name_no_file_that_is_missing_in_wheel() -> None:
-    named = []
-    for path in (ROOT / "clusterjob").rglob("*.py"):
-        tree = ast.parse(path.read_text(encoding="utf-8"))
-        documented_nodes = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
-        docstrings = {
-            ast.get_docstring(node, clean=False)
-            for node in ast.walk(tree)
-            if isinstance(node, documented_nodes)
-        }
-        for node in ast.walk(tree):
-            text = node.value if isinstance(node, ast.Constant) else None
-            if (
-                isinstance(text, str)
-                and text not in docstrings
-                and re.search(r"(?<![\w/])(docs|examples|tools|tests)/|[A-Z]{4,}\.md\b", text)
-            ):
-                named.append(f"{path.name}: {text}")
-    assert not named
 
 
 def test_links_between_pages_resolve() -> None:

@@ -6,7 +6,6 @@ The answers come from different builds of the command, for many jobs and for err
 from __future__ import annotations
 
 import json
-import os
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -460,22 +459,6 @@ def test_killed_preemptible_task_is_pending_with_any_retry_count(
     assert attempt_text in found.reason
 
 
-def test_end_of_task_is_reported_when_disk_is_full(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def full(*_: Any) -> None:
-        raise OSError(28, "No space left on device")
-
-    job = record("a", tmp_path)
-    backend = FixedTasksBackend([task(JobState.SUCCEEDED, "Success")])
-    monkeypatch.setattr(attempts.files, "write_json", full)
-    assert backend.status([job])["a"].reason.endswith("waiting for the rest of its log")
-    later = time.time() + 30
-    monkeypatch.setattr(attempts.time, "time", lambda: later)
-    time.sleep(0.01)  # longer than the poll interval
-    assert backend.status([job])["a"].state is JobState.SUCCEEDED
-
-
 def test_task_missing_from_list_is_unknown_first_and_lost_later(tmp_path: Path) -> None:
     job = record("a", tmp_path)
     running = task(JobState.RUNNING, "Running")
@@ -547,17 +530,6 @@ def test_repeated_status_queries_platform_once_per_poll_interval(tmp_path: Path)
 def test_fetch_from_platform_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ClusterJobError, match="cannot be reached from here"):
         MlpBackend().fetch(record("a", tmp_path), [], tmp_path, None, lambda _: True)
-
-
-def test_account_combines_profile_of_job_and_region_of_environment(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setenv("VOLC_REGION", "cn-shanghai")
-    assert MlpBackend().account_of({"profile": "team"}) == (
-        ("VOLC_PROFILE", "team"),
-        ("VOLC_REGION", "cn-shanghai"),
-    )
-    assert "VOLC_PROFILE" not in os.environ
 
 
 def test_command_uses_profile_of_job_instead_of_shell_account(

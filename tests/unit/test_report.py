@@ -178,13 +178,6 @@ def test_report_of_older_version_shows_what_it_recorded(tmp_path: Path) -> None:
     assert sections(report_of(record)) == ["verdict", "output", "code"]
 
 
-def test_report_of_record_with_odd_settings_shows_the_others(tmp_path: Path) -> None:
-    record = WrittenJob(tmp_path).write()
-    program = record.spec["program"] | {"args": -1}
-    odd = record.spec | {"program": program, "env": 3, "secret": True, "python": "python9"}
-    assert "python9" in report_of(replace(record, spec=odd))
-
-
 def test_report_without_job_directory_shows_the_record(tmp_path: Path) -> None:
     record = replace(WrittenJob(tmp_path).write(), job_dir=tmp_path / "removed")
     text = report_of(record)
@@ -213,14 +206,6 @@ def test_damaged_files_cost_only_their_own_lines(tmp_path: Path, damage: str) ->
     assert {"verdict", "timeline", "metrics"} <= {*sections(text)}
     assert text.count('class="hit"') == 4
     Outline(text)
-
-
-def test_nodes_with_different_clocks_lie_on_one_axis(tmp_path: Path) -> None:
-    text = page_of(WrittenJob(tmp_path, nodes=3, per_node=1, failed=None))
-    [path] = re.findall(r'class="p-running" stroke-width="18"[^>]*', text)
-    begins = re.findall(r"M([\d.]+) [\d.]+h", path)
-    assert len(begins) == 3
-    assert max(map(float, begins)) - min(map(float, begins)) <= 2  # of 876 units
 
 
 def test_node_without_workers_has_a_row(tmp_path: Path) -> None:
