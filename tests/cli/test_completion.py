@@ -5,8 +5,6 @@ from __future__ import annotations
 import os
 import re
 import shutil
-import statistics
-import subprocess
 import sys
 import time
 from collections.abc import Iterator
@@ -217,19 +215,3 @@ def test_unknown_shell_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     assert out == ""
     assert "there is no completion for 'csh'" in err
     assert "hint: use bash, zsh, fish" in err
-
-
-@pytest.mark.slow
-def test_completion_is_fast_with_ten_thousand_records(place: Path) -> None:
-    """The limit of 0.15 s is compared with the bare interpreter, to leave out a busy machine."""
-    make_records([f"job{number}-abcdef" for number in range(10_000)])
-
-    def seconds(*argv: str) -> float:
-        begin = time.monotonic()
-        subprocess.run([sys.executable, *argv], check=True, stdout=subprocess.DEVNULL, cwd=place)
-        return time.monotonic() - begin
-
-    line = ("-m", "clusterjob", "__complete", "zsh", "clusterjob", "logs", "job")
-    pairs = [(seconds(*line), seconds("-c", "")) for _ in range(5)]
-    shown, bare = (statistics.median(each) for each in zip(*pairs, strict=True))
-    assert shown < max(0.45, 40 * bare)

@@ -52,17 +52,6 @@ def test_progress_bars_of_two_ranks_change_in_place(tmp_path: Path, start: list[
         assert f"[{rank}] half of {rank}" in shown
 
 
-def test_prompt_without_newline_is_shown(tmp_path: Path) -> None:
-    (tmp_path / "train.py").write_text(
-        "import os, sys, time\nsys.stdout.write('name? ')\nsys.stdout.flush()\n"
-        "while not os.path.exists('go'):\n    time.sleep(0.01)\n"
-    )
-    with Terminal([*CLUSTERJOB, "run", "train.py"], cwd=tmp_path) as terminal:
-        terminal.read_until(b"name? ")
-        (tmp_path / "go").touch()
-        assert terminal.finish() == 0
-
-
 @pytest.mark.parametrize("columns", [10, 40])
 def test_live_lines_fit_terminal_and_extra_lines_are_counted(columns: int) -> None:
     program = """

@@ -14,7 +14,6 @@ import pytest
 from procs import TEST_TIMEOUT
 
 import clusterjob
-from clusterjob.core.render import template_directory
 
 SOURCE = Path(clusterjob.__file__).parent.parent
 TEMPLATES = sorted(path.name for path in (SOURCE / "templates").glob("*.j2"))
@@ -113,8 +112,3 @@ def test_installed_wheel_renders_and_runs(built: dict[str, Path], tmp_path: Path
     assert output.endswith("clusterjob-node.pyz/clusterjob/__init__.py\n"), (
         "the workers import what was submitted"
     )
-
-
-def test_source_tree_uses_its_templates() -> None:
-    assert template_directory() == SOURCE / "templates"
-    assert TEMPLATES

@@ -84,26 +84,20 @@ def test_top_shows_two_real_ranks_and_obeys_keys(
         assert "CPU TREND" in _ranks(screen)
         assert_fits(screen)
 
-        screen.press("?")
-        screen.wait_for_all("Keys of clusterjob top", "stacks of the row's processes")
+        screen.press_for("?", "Keys of clusterjob top", "stacks of the row's processes")
         screen.press("Escape")
         screen.wait_without("Keys of clusterjob top")
 
         screen.press("Enter")  # from the job to its ranks
-        screen.press("Down")
-        screen.wait_for_all("▶   1")
-        screen.press("l")
-        text = screen.wait_for_all(f"log of rank 1 of {real_job}", "epoch 1 step")
+        screen.press_for("Down", "▶   1")
+        text = screen.press_for("l", f"log of rank 1 of {real_job}", "epoch 1 step")
         assert "of rank 0" not in text
         newest = max(map(int, re.findall(r"step (\d+) of rank 1", text)))
         screen.wait_for_all(f"step {newest + 2} of rank 1")  # it follows
-        screen.press("q")
-        screen.wait_for_all("RANK▲")
+        screen.press_for("q", "RANK▲")
 
-        screen.press("t")
-        screen.wait_for_all(f"stacks of rank 1 of {real_job}", "train_one_epoch", "train.py")
-        screen.press("q")
-        screen.wait_for_all("RANK▲")
+        screen.press_for("t", f"stacks of rank 1 of {real_job}", "train_one_epoch", "train.py")
+        screen.press_for("q", "RANK▲")
 
         screen.press("/")
         screen.press("rank 0")
@@ -111,19 +105,14 @@ def test_top_shows_two_real_ranks_and_obeys_keys(
         screen.press("Escape")
         wait_until(lambda: "of rank 1" in _ranks(screen), TEST_TIMEOUT)
 
-        screen.press("r")
-        screen.wait_for_all("RANK▼")
-        screen.press("c")
-        screen.wait_for_all(f"Cancel job {real_job}")
+        screen.press_for("r", "RANK▼")
+        screen.press_for("c", f"Cancel job {real_job}")
         screen.press("n")
         screen.wait_without("Cancel job")
         assert state(real_job) == "RUNNING"
-        screen.press("c")
-        screen.wait_for_all(f"Cancel job {real_job}")
-        screen.press("y")
-        screen.wait_for_all("CANCELLED")
-        screen.press("q")
-        screen.wait_for_all("exit code 0")
+        screen.press_for("c", f"Cancel job {real_job}")
+        screen.press_for("y", "CANCELLED")
+        screen.press_for("q", "exit code 0")
         screen.assert_clean()
 
 
@@ -164,8 +153,7 @@ def test_top_shows_256_ranks_at_little_cost(
             time.sleep(2)
         share = (_cpu(pid) - ticks) / (time.monotonic() - begin)
         assert share < 0.15, f"{share:.1%} of a core"
-        screen.press("q")
-        screen.wait_for_all("exit code 0")
+        screen.press_for("q", "exit code 0")
 
 
 def _sorted_by(screen: Screen, head: str) -> bool:
@@ -211,8 +199,7 @@ def test_top_leaves_a_clean_terminal(how: str, tmp_path: Path) -> None:
         screen.wait_for_all("small-222222", "RUNNING")
         assert screen.value("alternate_on") == "1"
         if how == "C-c":
-            screen.press("C-c")
-            screen.wait_for_all("exit code 0")
+            screen.press_for("C-c", "exit code 0")
         else:
             number = getattr(signal, how)
             os.kill(screen.command_pid(), number)

@@ -205,17 +205,6 @@ def test_shell_without_terminal_is_refused(small: Inside) -> None:
     )
 
 
-@pytest.mark.slow
-def test_hung_up_terminal_ends_client_and_command(small: Inside) -> None:
-    text = "trap '' HUP TERM; echo up; sleep 7777 & sleep 7777; wait"
-    argv = [*CLUSTERJOB, "exec", small.id, "--", "bash", "-c", text]
-    with Terminal(argv, controlling=True) as terminal:
-        terminal.read_until(b"up\r\n")
-        terminal.process.send_signal(signal.SIGHUP)
-        assert terminal.finish() == 129
-    wait_until(lambda: not of_command("sleep 7777"), LEFT, "the end")
-
-
 # -- forward -------------------------------------------------------------------------------------
 
 

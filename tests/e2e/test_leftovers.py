@@ -16,7 +16,6 @@ from procs import TEST_TIMEOUT, wait_for_no_processes, wait_until
 
 from clusterjob.core import jobs
 from clusterjob.core.records import Records, home
-from clusterjob.node.system import files
 
 
 @pytest.fixture
@@ -85,13 +84,3 @@ def test_job_directory_with_unlisted_record_is_kept(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(Records, "entries", lambda _: [])
     jobs._remove_leftovers(Records())
     assert os.listdir(home() / "jobs") == ["queued-222222"]
-
-
-def test_temporary_files_are_removed_after_one_hour(tmp_path: Path) -> None:
-    path = tmp_path / ".a.json.abcdefgh.tmp"
-    path.touch()
-    files.remove_leftovers(tmp_path)
-    assert path.exists()
-    age(path)
-    files.remove_leftovers(tmp_path)
-    assert not path.exists()

@@ -265,21 +265,6 @@ def test_follow_returns_lines_and_verdict_of_job(make_plan: MakePlan) -> None:
     assert polling.wait(record) == verdict
 
 
-def test_statuses_returns_ends_in_order_of_records(make_plan: MakePlan) -> None:
-    text = "import os\nraise SystemExit(int(os.environ['CODE']))\n"
-    records = [
-        jobs.submit(make_plan(text, env=[f"CODE={code}"]), "local", detach=True)
-        for code in (0, 1, 2)
-    ]
-    for record in records:
-        polling.wait(record)
-    asked = [*records, records[1]]
-    pairs = polling.statuses(asked)
-    assert [record.job_id for record, _ in pairs] == [record.job_id for record in asked]
-    assert [record.verdict and record.verdict.exit_code for record, _ in pairs] == [0, 1, 2, 1]
-    assert polling.statuses([]) == []
-
-
 @pytest.mark.parametrize("error", [KeyboardInterrupt(), SubmitInDoubtError("nobody knows")])
 def test_job_of_an_interrupted_or_doubtful_submission_is_recorded(
     make_plan: MakePlan, monkeypatch: pytest.MonkeyPatch, error: BaseException

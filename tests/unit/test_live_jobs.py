@@ -22,7 +22,7 @@ from clusterjob.errors import ClusterJobError
 from clusterjob.insight import live_node, live_output
 from clusterjob.insight.live_jobs import JobPoller, Snapshot
 from clusterjob.insight.live_node import NodeReader, gpu_of_ranks
-from clusterjob.node.logs import ends, log_files
+from clusterjob.node.logs import log_files
 from clusterjob.node.logs.events import Phase
 from clusterjob.node.logs.log_files import node_directory
 from clusterjob.node.verdict import JobState, Verdict
@@ -194,22 +194,6 @@ def test_jobs_that_have_not_ended_are_first_and_few_others_follow() -> None:
     assert [row.job_id for row in snapshot.jobs[1:]] == [
         f"old-{day}2222" for day in range(27, 17, -1)
     ]
-
-
-def test_chosen_job_is_read_and_its_end_is_seen() -> None:
-    job = WrittenJob("a-222222")
-    other = WrittenJob("b-222222", nodes=3)
-    job.past(2)
-    with Watched([job.record, other.record]) as watched:
-        watched.live.choose("b-222222")
-        watched.wait(lambda now: now.chosen and len(now.chosen.nodes) == 3)
-        watched.live.choose("a-222222")
-        watched.wait(lambda now: now.chosen and len(now.chosen.ranks) == 2)
-        ends.write_result(job.dir, Verdict(JobState.FAILED, 3, reason="x"))
-        snapshot = watched.wait(lambda now: now.chosen.verdict is not None)
-        assert snapshot.chosen.verdict.exit_code == 3
-        wanted = {"a-222222": "FAILED", "b-222222": "RUNNING"}
-        watched.wait(lambda now: states(now) == wanted)
 
 
 class _Stuck:

@@ -119,18 +119,6 @@ def listing(rows: Rows) -> Callable[[Sequence[str]], CommandOutput]:
     return answer
 
 
-def test_status_of_500_jobs_takes_at_most_six_calls(tmp_path: Path, volc: Any) -> None:
-    rows = [
-        {"JobId": task_id(number), "JobName": f"job-{number}", "Status": "Running"}
-        for number in range(500)
-    ]
-    command = volc(listing(rows))
-    records = [record(f"job-{number}", tmp_path) for number in range(500)]
-    found = MlpBackend().status(records)
-    assert {status.state for status in found.values()} == {JobState.RUNNING}
-    assert len(command.calls) <= 6, "100 rows a page, and one that is empty"
-
-
 def test_task_search_skips_pages_of_older_tasks(volc: Any) -> None:
     def rows(first: float, count: int, name: str) -> Rows:
         times = [time.strftime("%Y%m%d%H%M%S", time.gmtime(first + 60 * n)) for n in range(count)]

@@ -10,7 +10,6 @@ import pytest
 
 from clusterjob.node import program
 from clusterjob.node.program import Program
-from clusterjob.node.system.files import Appender
 
 
 @pytest.fixture(autouse=True)
@@ -44,19 +43,3 @@ def test_pipe_and_missing_script_are_left_to_the_worker(tmp_path: Path, name: st
     os.mkfifo(tmp_path / "pipe")
     program.read_ahead(Program("script", str(tmp_path / name)))
     assert program._sources == {}
-
-
-def test_appender_keeps_one_descriptor_open_and_closes_it(tmp_path: Path) -> None:
-    path = tmp_path / "log"
-
-    def opened() -> int:
-        links = (f"/proc/self/fd/{number}" for number in os.listdir("/proc/self/fd"))
-        return sum(os.path.lexists(link) and os.readlink(link) == str(path) for link in links)
-
-    file = Appender(path)
-    assert not path.exists()
-    file.write(b"1\n")
-    file.write(b"2\n")
-    assert (path.read_bytes(), opened()) == (b"1\n2\n", 1)
-    del file
-    assert opened() == 0

@@ -285,43 +285,32 @@ def test_template_syntax_in_values_is_not_rendered() -> None:
 
 
 class Recorder:
-    """Interpreter that records its directory, arguments and environment."""
+    """Interpreter that prints its directory, arguments and environment."""
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
         self.python = directory / "recorder"
-        recorder = directory / "recorder.py"
-        recorder.write_text(
-            "import json, os, sys\n"
-            "json.dump([os.getcwd(), sys.argv[1:], dict(os.environ)], "
-            "open(os.path.dirname(sys.argv[1]) + '/record.json', 'w'))\n"
+        printer = (
+            "import json, os, sys;print(json.dumps([os.getcwd(), sys.argv[1:], dict(os.environ)]))"
         )
-        command = shlex.join([sys.executable, "-X", "utf8", "-SE", str(recorder)])
+        command = shlex.join([sys.executable, "-X", "utf8", "-SE", "-c", printer])
         self.python.write_text(f'#!/bin/sh\nexec {command} "$@"\n')
         self.python.chmod(0o755)
 
     def run(
         self, script: str, job_dir: Path, variables: dict[str, str] | None = None
     ) -> tuple[str, list[str], dict[str, str]]:
-        """Run a node's script as the backend does.
-
-        Return the interpreter's directory, arguments and environment.
-        """
+        """Run a node's script as the backend does; return what the interpreter prints."""
         (job_dir / "ends").mkdir(parents=True, exist_ok=True)
         path = job_dir / "node.sh"
         path.write_bytes(script.encode(errors="surrogateescape"))
         inherited = {"PATH": os.environ["PATH"], "CLUSTERJOB_NODE_RANK": "0", **(variables or {})}
         done = subprocess.run(
-            ["bash", str(path)],
-            env=inherited,
-            cwd=self.directory,
-            capture_output=True,
-            timeout=TEST_TIMEOUT,
-            check=False,
-        )
-        assert done.returncode == 0, done.stderr
-        assert done.stderr == b""
-        directory, arguments, environ = json.loads((job_dir / "record.json").read_text())
+            ["bash", str(path)], env=inherited, cwd=self.directory, capture_output=True,
+            stdin=subprocess.DEVNULL, timeout=TEST_TIMEOUT, check=False,
+        )  # fmt: skip
+        assert (done.returncode, done.stderr) == (0, b"")
+        directory, arguments, environ = json.loads(done.stdout)
         return directory, arguments, environ
 
 

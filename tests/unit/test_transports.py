@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from launching import write_tree
 
 from clusterjob.core.hosts import Host
 from clusterjob.errors import HostError, SpecError
@@ -36,21 +37,27 @@ def needs(transport: str = "auto", **fields: Any) -> bool:
 
 
 def test_auto_uses_openssh_for_what_paramiko_lacks(tmp_path: Path) -> None:
-    assert not needs()
-    assert not needs(gssapi=True), "without a ticket, as on each Debian"
-    assert needs(control_path="/run/m")
-    assert needs(other_needs=("PKCS11Provider",))
-    assert needs(revoked_keys=(tmp_path / "revoked",))
-    assert needs(transport="openssh")
-    assert not needs(transport="paramiko", control_path="/run/m")
-    (tmp_path / "token.pub").write_text("sk-ssh-ed25519@openssh.com AAAA me\n")
-    (tmp_path / "plain.pub").write_text("ssh-ed25519 AAAA me\n")
-    assert needs(identities=(tmp_path / "plain", tmp_path / "token"))
-    assert not needs(identities=(tmp_path / "plain", tmp_path / "absent"))
-    (tmp_path / "known_hosts").write_text(
-        "@cert-authority 10.0.0.1 ssh-ed25519 AAAAC3NzaC1lZDI1NTE5AAAAIA==\n"
-    )
-    assert needs(known_hosts=(tmp_path / "known_hosts",))
+    files = {
+        "token.pub": "sk-ssh-ed25519@openssh.com AAAA me\n",
+        "plain.pub": "ssh-ed25519 AAAA me\n",
+        "known": "@cert-authority 10.0.0.1 ssh-ed25519 AAAAC3NzaC1lZDI1NTE5AAAAIA==\n",
+    }
+    write_tree(tmp_path, **files)
+    names = ("plain", "token", "absent", "known")
+    plain, token, absent, known = (tmp_path / name for name in names)
+    for wanted, fields in (
+        (False, {}),
+        (False, {"gssapi": True}),  # without a ticket, as on each Debian
+        (True, {"control_path": "/run/m"}),
+        (True, {"other_needs": ("PKCS11Provider",)}),
+        (True, {"revoked_keys": (tmp_path / "revoked",)}),
+        (True, {"transport": "openssh"}),
+        (False, {"transport": "paramiko", "control_path": "/run/m"}),
+        (True, {"identities": (plain, token)}),
+        (False, {"identities": (plain, absent)}),
+        (True, {"known_hosts": (known,)}),
+    ):
+        assert needs(**fields) == wanted, fields
 
 
 def test_kerberos_ticket_selects_openssh(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
