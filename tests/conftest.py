@@ -203,11 +203,6 @@ def _leaks(
         new = set(all_pids()) - before
         pids = {*marked(marker, new), *new.intersection(below(os.getpid()))} if new else set()
         leaks = {f"process {pid} {command_line(pid)}" for pid in pids}
-        leaks |= {
-            f"a listening socket {each} of process {pid}"
-            for pid in pids
-            for each in listening_sockets(pid)
-        }
         leaks |= {f"thread {each.name}" for each in threading.enumerate() if each not in threads}
         leaks |= {
             f"a listening socket {each}" for each in listening_sockets(os.getpid()) - listening

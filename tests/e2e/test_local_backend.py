@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import shlex
 import shutil
@@ -156,15 +155,6 @@ def test_submitted_files_and_commands_equal_plan(project: Project) -> None:
     assert wait_for_verdict(record).state is JobState.SUCCEEDED
 
 
-def test_concurrent_jobs_are_separate(project: Project) -> None:
-    script = 'import os; print(os.environ["WORLD_SIZE"], os.environ["CLUSTERJOB_JOB_ID"])'
-    records = [project.submit(script, nproc_per_node=str(count)) for count in (1, 2, 1)]
-    for record, count in zip(records, (1, 2, 1), strict=True):
-        assert wait_for_verdict(record).state is JobState.SUCCEEDED
-        out = record.job_dir / "logs" / "node1" / f"rank{count}.out"
-        assert out.read_text() == f"{2 * count} {record.job_id}\n"
-
-
 @pytest.mark.parametrize(
     ("flags", "code", "reason"),
     [
@@ -190,40 +180,6 @@ def test_job_whose_script_fails_before_its_agents_names_the_line(
     assert verdict.failure is not None
     assert (verdict.failure.host, verdict.failure.kind) == (HOST, FailureKind.LAUNCH)
     assert reason in verdict.text()
-
-
-def test_job_submitted_inside_job_ignores_variables_of_outer_job(
-    project: Project, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    foreign = {
-        "RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "5", "MASTER_ADDR": "192.0.2.1",
-        "MASTER_PORT": "1", "TORCHELASTIC_RUN_ID": "x", "TORCHELASTIC_ERROR_FILE": "x",
-        "CLUSTERJOB_JOB_ID": "outer", "CLUSTERJOB_NNODES": "9", "CLUSTERJOB_NODE_RANK": "7",
-        "CLUSTERJOB_TOKEN": "outer", "CLUSTERJOB_ATTEMPT": "3", "CLUSTERJOB_REPORT_FD": "3:1",
-        "CLUSTERJOB_JOB_DIR": "/nonexistent",
-    }  # fmt: skip
-    for name, value in foreign.items():
-        monkeypatch.setenv(name, value)
-    record = project.submit("""
-        import json, os
-        names = (
-            "RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "CLUSTERJOB_JOB_ID",
-            "CLUSTERJOB_ATTEMPT", "TORCHELASTIC_RUN_ID", "TORCHELASTIC_ERROR_FILE",
-        )
-        print(json.dumps({name: os.environ.get(name) for name in names}))
-    """)
-    assert wait_for_verdict(record).state is JobState.SUCCEEDED
-    seen = json.loads((record.job_dir / "logs" / "node1" / "rank1.out").read_text())
-    assert seen == {
-        "RANK": "1",
-        "WORLD_SIZE": "2",
-        "LOCAL_RANK": "0",
-        "MASTER_ADDR": "127.0.0.1",
-        "CLUSTERJOB_JOB_ID": record.job_id,
-        "CLUSTERJOB_ATTEMPT": "0",
-        "TORCHELASTIC_RUN_ID": record.job_id,
-        "TORCHELASTIC_ERROR_FILE": None,
-    }
 
 
 # -- setup lines and start of the interpreter ------------------------------------------------------

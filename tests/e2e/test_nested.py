@@ -5,15 +5,11 @@ The node zip on its PYTHONPATH shadows the installed package and contains all ne
 
 from __future__ import annotations
 
-import sys
 import textwrap
 from pathlib import Path
 
-import pytest
 from commands import command
 from launching import write_tree
-from procs import TEST_TIMEOUT
-from slurm_user import User
 
 from clusterjob.core.records import Records
 
@@ -40,15 +36,6 @@ SUBMITS_FUNCTION = """
 """
 
 
-@pytest.fixture(autouse=True)
-def _state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Set a directory for the records of inner jobs.
-
-    Only local jobs inherit CLUSTERJOB_HOME.
-    """
-    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
-
-
 def expected(out: str) -> list[str]:
     return sorted(line[line.index("inner") :] for line in out.splitlines() if "inner" in line)
 
@@ -71,13 +58,3 @@ def test_job_submits_function(tmp_path: Path) -> None:
     (tmp_path / "outer.py").write_text(textwrap.dedent(SUBMITS_FUNCTION))
     done = command(tmp_path, "run", "--cluster", "local", "--start", "exec", "outer.py")
     assert "result 5" in done.stdout
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("inner", ["slurm", "local"])
-def test_slurm_job_runs_job(user: User, inner: str) -> None:
-    user.patch.setenv("CLUSTERJOB_PYTHON", sys.executable)
-    write_tree(user.directory, **SCRIPTS)
-    options = ("--gpus-per-node", "0", "--nodes", "1", "--nproc-per-node", "2", "--start", "exec")
-    done = user("run", "--cluster", "slurm", *options, "outer.py", inner, timeout=TEST_TIMEOUT * 3)
-    assert expected(done.stdout) == SHOWN

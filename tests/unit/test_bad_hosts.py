@@ -129,18 +129,16 @@ def test_avoided_hosts_come_last(
 
 def test_commands_list_and_forget_bad_hosts(tmp_path: Path) -> None:
     job = job_that_blamed(tmp_path, {"host": "gpu1", "why": "Xid 79\u001b[2J"}, {"host": "gpu2"})
-    BadHosts("hpc").note(job)
-    BadHosts("hpc2").note(replace(job, cluster="hpc2"))
-    shown = command(tmp_path, "hosts", "bad", "--cluster", "hpc").stdout.splitlines()
-    assert [line.split()[:4] for line in shown[1:]] == [
-        ["gpu1", "hpc", "device", job.job_id],
-        ["gpu2", "hpc", "device", job.job_id],
+    for cluster in ("hpc", "hpc2"):
+        BadHosts(cluster).note(replace(job, cluster=cluster))
+    shown = command(tmp_path, "hosts", "bad", "--cluster", "hpc").stdout
+    assert [line.split()[:4] for line in shown.splitlines()[1:]] == [
+        [host, "hpc", "device", job.job_id] for host in ("gpu1", "gpu2")
     ]
-    assert "\x1b" not in "".join(shown)
+    assert "\x1b" not in shown
     assert len(json.loads(command(tmp_path, "hosts", "bad", "--json").stdout)["hosts"]) == 4
     assert "HOST is given without --clear" in command(tmp_path, "hosts", "bad", "x", code=2).stderr
-    assert command(tmp_path, "hosts", "bad", "--clear", "gpu1").stderr == (
-        "clusterjob: 2 hosts forgotten\n"
-    )
+    cleared = command(tmp_path, "hosts", "bad", "--clear", "gpu1").stderr
+    assert cleared == "clusterjob: 2 hosts forgotten\n"
     command(tmp_path, "hosts", "bad", "--clear")
     assert "no job has blamed a host" in command(tmp_path, "hosts", "bad").stderr

@@ -21,7 +21,7 @@ from clusterjob.core.records import Handle, Record, Records
 from clusterjob.errors import ClusterJobError
 from clusterjob.insight import live_node, live_output
 from clusterjob.insight.live_jobs import JobPoller, Snapshot
-from clusterjob.insight.live_node import NodeReader, gpu_of_ranks
+from clusterjob.insight.live_node import NodeReader
 from clusterjob.node.logs import log_files
 from clusterjob.node.logs.events import Phase
 from clusterjob.node.logs.log_files import node_directory
@@ -123,17 +123,13 @@ def test_last_line_of_a_rank_is_found(files: dict[str, str], line: str) -> None:
     assert 0 <= (rank.quiet or 0) < TIMEOUT
 
 
-def test_gpu_of_a_rank_is_known_only_if_it_is_clear() -> None:
-    job = WrittenJob("a-222222", ranks=2, gpus=2)
+@pytest.mark.parametrize(("ranks", "gpus", "known"), [(2, 2, True), (2, 1, False), (1, 2, True)])
+def test_gpu_of_a_rank_is_known_if_each_has_one_or_there_is_one_rank(
+    ranks: int, gpus: int, known: bool
+) -> None:
+    job = WrittenJob("a-222222", ranks=ranks, gpus=gpus)
     job.past(1)
-    reader = live_node._Metrics(job.dir, 0)
-    reader.read()
-    sample = reader.sample
-    assert sample is not None
-    assert set(gpu_of_ranks(sample)) == {0, 1}
-    assert gpu_of_ranks(replace(sample, gpus=sample.gpus[:1])) == {}
-    alone = replace(sample, workers={0: sample.workers[0]})
-    assert gpu_of_ranks(alone)[0] == pytest.approx(sum(g.use or 0 for g in sample.gpus) / 2)
+    assert [rank.gpu is not None for rank in read(job).ranks] == [known] * ranks
 
 
 def test_silent_node_is_shown_with_the_age_of_its_data(monkeypatch: pytest.MonkeyPatch) -> None:
