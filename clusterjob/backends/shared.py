@@ -16,7 +16,7 @@ from clusterjob.backends.base import FetchLimits, Leftover, Status
 from clusterjob.backends.job_progress import Progress
 from clusterjob.core import arrays, node_zip, plans, python_env
 from clusterjob.core.live import live
-from clusterjob.core.records import Record, home
+from clusterjob.core.records import FORMAT, Record, home
 from clusterjob.core.render import sh_line
 from clusterjob.core.spec import JobSpec
 from clusterjob.doctor.engine import CheckFinding, ok
@@ -84,8 +84,9 @@ def common_files(
     spec: JobSpec, job_dir: Path, env: PythonEnv | None = None
 ) -> tuple[plans.PlannedFile, ...]:
     """Return the files that every job has: spec.json, the node zip, and those of a uv project."""
+    data = {"format": FORMAT, **spec.to_json()}
     found = [
-        plans.PlannedFile(job_dir / SPEC, (json.dumps(spec.to_json(), indent=1) + "\n").encode()),
+        plans.PlannedFile(job_dir / SPEC, (json.dumps(data, indent=1) + "\n").encode()),
         plans.PlannedFile(job_dir / node_zip.NAME, node_zip.node_zip(node_zip.cache_directory())),
     ]
     if env is not None and env.name:

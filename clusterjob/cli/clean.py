@@ -65,7 +65,7 @@ def clean(
             "--dry-run shows what would be removed",
         )
     if ids:
-        found, code = cleaning.named([Records().find(text) for text in ids])
+        found, code = cleaning.named([Records().find(text, any_format=True) for text in ids])
     else:
         found, code = cleaning.find(
             cleaning.Wanted(

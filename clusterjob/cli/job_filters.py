@@ -34,12 +34,12 @@ Yes = Annotated[
 ]
 
 
-def named_or_latest(job_id: str | None) -> Record:
+def named_or_latest(job_id: str | None, *, any_format: bool = False) -> Record:
     """Return the job of a `LatestId`; without an id, print that of the latest job."""
     from clusterjob.cli.output import print_message
     from clusterjob.core.records import Records
 
-    record = Records().find(job_id or "@")
+    record = Records().find(job_id or "@", any_format=any_format)
     if job_id is None:
         print_message(f"job {record.job_id}")
     return record

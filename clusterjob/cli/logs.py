@@ -86,7 +86,7 @@ def logs(
         last=age,
         grep=grep,
     )
-    record = named_or_latest(job_id)
+    record = named_or_latest(job_id, any_format=True)
     if record.array is not None:
         return watch.elements(record, shown, raw=raw, tail=tail, follow=follow)
     job = watch.Watch(record, shown, raw=raw)

@@ -52,7 +52,7 @@ def status(
 
     if as_json and watch:
         raise UsageError("--json and --watch are both given", "--json prints all fields once")
-    wanted = [Records().find(text) for text in ids or ()]
+    wanted = [Records().find(text, any_format=True) for text in ids or ()]
     if watch:
         from clusterjob.cli import watch_status
 
@@ -110,7 +110,7 @@ def wait(job_id: LatestId = None) -> int:
     from clusterjob.core import polling
     from clusterjob.node.verdict import JobState
 
-    record = named_or_latest(job_id)
+    record = named_or_latest(job_id, any_format=True)
     if record.array is not None:
         return polling.wait_for_all([record], output.print_end)
     reasons: set[str] = set()
@@ -159,7 +159,7 @@ def cancel(
             "give job ids, or one of --all, --state and --name", "`clusterjob status` shows the ids"
         )
     if ids:
-        wanted = [Records().find(text) for text in ids]
+        wanted = [Records().find(text, any_format=True) for text in ids]
     else:
         selection = Selection(parse_states(state or ()), name=name or "")
         wanted = polling.open_jobs(selection)
@@ -190,7 +190,7 @@ def open_job(job_id: LatestId = None) -> int:
     from clusterjob.core.records import Records
     from clusterjob.node.system.sanitize import sanitize
 
-    record = Records().find(job_id or "@")
+    record = Records().find(job_id or "@", any_format=True)
     if not record.job_dir.is_dir():
         raise RecordError(
             f"the directory {record.job_dir} of job {record.job_id} does not exist",

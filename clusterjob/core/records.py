@@ -24,14 +24,10 @@ from clusterjob.node.system import files, private_dirs
 from clusterjob.node.system.processes import ProcessIdentity
 from clusterjob.node.verdict import Verdict
 
-SCHEMA = 1
+FORMAT = 1  # of records and job directories; see `Record.format`
 _SUFFIX = ".json"
 _CORRECTED_WITHIN = 86400.0  # seconds for which the hosts of a provisional end are polled again
 SEPARATOR = "_"  # between an array's id and an element's index; never part of a generated id
-
-
-class _NewerError(ValueError):
-    """A newer version wrote the record."""
 
 
 @dataclass(frozen=True)
@@ -73,6 +69,8 @@ class Record:
         index: for an element of an array, its index.
         code: the submitted code: ``digest``, ``files``, ``bytes``, ``git`` (revision, branch,
             changed files) and, on a shared disk, ``root`` and ``top``; None if it is not known.
+        format: the format number of the clusterjob that wrote it. A job of another format is
+            listed, its logs are shown and it can be cancelled; see `Records.find`.
     """
 
     job_id: str
@@ -90,6 +88,7 @@ class Record:
     index: int | None = None
     provisional: bool = False
     code: Mapping[str, Any] | None = None
+    format: int = FORMAT
 
     @classmethod
     def from_json(cls, data: Any) -> Record:
@@ -100,11 +99,7 @@ class Record:
         """
         import msgspec
 
-        if not isinstance(data, dict) or data.get("schema") != SCHEMA:
-            schema = data.get("schema") if isinstance(data, dict) else None
-            if isinstance(schema, int) and schema > SCHEMA:
-                raise _NewerError(f"a newer version of clusterjob wrote it (schema {schema})")
-            raise ValueError(f"it is not a record of schema {SCHEMA}")
+        data = msgspec.convert(data, dict[str, Any])
         try:
             end = Verdict.from_json(data["end"]).to_json() if data.get("end") else None
         except ValueError:
@@ -168,8 +163,8 @@ class Record:
         return None if self.end is None else Verdict.from_json(self.end)
 
     def to_json(self) -> dict[str, Any]:
-        """Return the record as plain data, with its schema number."""
-        return {"schema": SCHEMA, **asdict(self), "job_dir": str(self.job_dir)}
+        """Return the record as plain data."""
+        return {**asdict(self), "job_dir": str(self.job_dir)}
 
     @property
     def whole_id(self) -> str:
@@ -275,13 +270,13 @@ class Records:
         """Save the job's end and return the new record.
 
         On a full disk, the end is not saved and no error is raised. A record is not written if it
-        was removed, or if another process has changed its handle.
+        was removed, has another format, or if another process has changed its handle.
         """
         now = self.read(record.whole_id)
         if now is not None and record.index is None and now.handle != record.handle:
             return now
         record = replace(record, end=end, provisional=provisional)
-        if now is not None:
+        if now is not None and now.format == FORMAT:
             with contextlib.suppress(RecordError):
                 self.save(record)
         return record
@@ -311,15 +306,24 @@ class Records:
             found.append((self.read(name) if name in noted else None) or record.element(index))
         return found
 
-    def find(self, text: str) -> Record:
+    def find(self, text: str, *, any_format: bool = False) -> Record:
         """Return the job that a text names; see `clusterjob.core.job_references`.
 
         Raises:
             JobNotFound: no job matches, or several ids begin with the text (`AmbiguousId`).
+            RecordError: the record cannot be read, or another version of clusterjob has written it,
+                unless `any_format`.
         """
         from clusterjob.core import job_references
 
-        return job_references.find(self, text)
+        record = job_references.find(self, text)
+        if record.format != FORMAT and not any_format:
+            raise RecordError(
+                f"another version of clusterjob has submitted job {record.job_id} (format"
+                f" {record.format}, this one has {FORMAT})",
+                "use that version; this one shows its status and logs, and cancels it",
+            )
+        return record
 
     def all(self) -> list[Record]:
         """Return every record, oldest first; an array is one record.
@@ -386,10 +390,6 @@ class Records:
                 raise ValueError("it belongs to another job")
         except OSError as error:
             raise RecordError(f"the record {path} cannot be read: {error.strerror}") from error
-        except _NewerError as error:
-            raise RecordError(
-                f"the record {path} cannot be read: {error}", "use that version for this job"
-            ) from error
         except ValueError as error:
             raise RecordError(
                 f"the file {path} is not a job record: {error}",

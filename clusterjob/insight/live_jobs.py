@@ -228,7 +228,7 @@ class JobPoller:
     @staticmethod
     def _element(records: Records, name: str) -> Record | None:
         try:
-            return records.find(name)
+            return records.find(name, any_format=True)
         except ClusterJobError:
             return None
 

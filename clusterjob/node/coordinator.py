@@ -41,8 +41,9 @@ from clusterjob.node.verdict import Failure, JobState, Verdict, bounded
 if TYPE_CHECKING:
     from clusterjob.node.notifications.notifier import Notifier
 
-# Between two decisions, while states pour in: seconds, and times the duration of the last one.
-_BATCH_SECONDS, _BATCH_TIMES = 0.05, 4
+# While states pour in, a decision follows when none has come for _GAP_SECONDS, at the latest
+# _BATCH_SECONDS after the last one.
+_GAP_SECONDS, _BATCH_SECONDS = 0.005, 0.05
 _MOST_NAMED = 8  # hosts or findings of the preflight
 _MAX_CONSEQUENCES = 256  # failures that a verdict lists besides the root cause
 _MAX_MESSAGE = 200  # characters of the message of such a failure
@@ -118,8 +119,8 @@ class Coordinator:
         self._kept: tuple[Any, ...] = ()  # what the successors know
         self._until_done = UntilDone(options, self._job_dir, identity.attempt)
         self._found: dict[str, Any] | None = None  # by the preflight
-        self._next_batch = 0.0
-        self._due = 0.0
+        self._due = 0.0  # when to decide if nothing changes
+        self._earliest = self._latest = 0.0  # when to decide after a change
 
     # -- the job -----------------------------------------------------------------------------------
 
@@ -182,19 +183,21 @@ class Coordinator:
 
     async def _step(self) -> None:
         """Wait for a change or for the time of the next decision; decide."""
+        moment, at = time.monotonic(), self._due
         changed = self._receive_waiting()
-        moment = time.monotonic()
-        at = self._next_batch if changed else self._due
-        while moment < at:
+        while True:
+            if changed:
+                at = max(self._earliest, min(self._latest, moment + _GAP_SECONDS))
+            if moment >= at:
+                break
             found = await self.membership.next_message(min(at - moment, 3600.0))
-            if found is not None:
-                changed = self._receive(*found) or changed
-                changed = self._receive_waiting() or changed
-                at = min(at, self._next_batch) if changed else at
+            changed = found is not None and self._receive(*found)
+            changed = self._receive_waiting() or changed
             moment = time.monotonic()
         self._apply(core.decide(self._job, self._ledger, self._view(), moment))
         lasted = time.monotonic() - moment
-        self._next_batch = moment + lasted + max(_BATCH_SECONDS, _BATCH_TIMES * lasted)
+        self._earliest = moment + 2 * lasted  # of thousands of nodes: receive as long as it takes
+        self._latest = moment + lasted + _BATCH_SECONDS
         if self._ledger.stage is Stage.START:
             await self._start_round()
         elif self._ledger.stage is Stage.RESIGN:
@@ -242,14 +245,14 @@ class Coordinator:
             self._report_preflight()
         if stage is Stage.COLLECT and before.stage is not Stage.COLLECT:
             self._expect_stacks()
-        if stage is Stage.STOP and before.stage is not Stage.STOP and self._evidence is not None:
-            # The stacks of thousands of ranks take a second.
-            loop = asyncio.get_running_loop()
-            self._saving = loop.run_in_executor(files.disk, self._evidence.save)
         if decision.asks_slurm and (self._asking is None or self._asking.done()):
             self._asking = asyncio.create_task(self._ask_slurm())
             self._watch(self._asking)
         self._send_orders()
+        if stage is Stage.STOP and before.stage is not Stage.STOP and self._evidence is not None:
+            # After the orders: the stacks of thousands of ranks take a second.
+            loop = asyncio.get_running_loop()
+            self._saving = loop.run_in_executor(files.disk, self._evidence.save)
         self._keep_state()
 
     def _notify(self, name: str, fields: dict[str, Any]) -> None:
@@ -280,7 +283,6 @@ class Coordinator:
         host = this_node.node_name()
         down = await asyncio.to_thread(succession.slurm_says_down, host)
         self._slurm_up = down is False
-        self._due = 0.0
         self.membership.wake()
 
     # -- the begin of a round ----------------------------------------------------------------------

@@ -11,10 +11,9 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from launching import write_tree
 from procs import TEST_TIMEOUT
 
-from clusterjob.core.records import Handle, Record, Records
+from clusterjob.core.records import FORMAT, Handle, Record, Records
 from clusterjob.core.state_home import unchecked_home
 from clusterjob.errors import JobNotFound, RecordError
 from clusterjob.node.verdict import JobState, Verdict
@@ -54,13 +53,13 @@ def test_saved_record_is_found_unchanged(records: Records) -> None:
     assert [found.job_id for found in records.all()] == ["a-222222", "b-222222", "c-222222"]
 
 
-def test_record_file_is_private_and_has_schema(records: Records, tmp_path: Path) -> None:
+def test_record_file_is_private_and_has_a_format_number(records: Records, tmp_path: Path) -> None:
     records.save(record("a-222222", handle=HANDLE))
     path = tmp_path / "records" / "a-222222.json"
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
     assert stat.S_IMODE(path.parent.stat().st_mode) == 0o700
     data = json.loads(path.read_bytes())
-    assert data.items() >= {"schema": 1, "job_dir": "/jobs/a-222222"}.items()
+    assert data.items() >= {"format": 1, "job_dir": "/jobs/a-222222"}.items()
     assert os.listdir(path.parent) == ["a-222222.json"]
     for _ in range(2):
         records.remove("a-222222")
@@ -100,11 +99,14 @@ def test_handle_and_end_are_added_to_record(records: Records) -> None:
     assert records.find("a-222222") == saved == record("a-222222", handle=HANDLE, end=END)
 
 
-def test_record_of_newer_version_is_not_to_be_removed(records: Records, tmp_path: Path) -> None:
-    write_tree(tmp_path / "records", **{"new-222222.json": '{"schema": 2}'})
-    with pytest.raises(RecordError, match="a newer version of clusterjob wrote it") as caught:
+def test_record_of_another_format_is_kept_and_found_only_on_request(records: Records) -> None:
+    newer = replace(record("new-222222"), format=FORMAT + 1)
+    records.save(newer)
+    with pytest.raises(RecordError, match="another version of clusterjob has submitted job new-22"):
         records.find("new")
-    assert caught.value.hint == "use that version for this job"
+    assert records.find("new", any_format=True) == newer
+    assert records.with_end(newer, Verdict(JobState.SUCCEEDED, 0).to_json()).end is not None
+    assert records.find("new", any_format=True) == newer
 
 
 def test_unreadable_record_is_error_with_reason(records: Records, tmp_path: Path) -> None:
