@@ -27,7 +27,6 @@ from procs import (
 )
 from verdicts import wait_for_verdict
 
-from clusterjob.backends import base
 from clusterjob.backends.local.backend import LocalBackend
 from clusterjob.core import job_settings, jobs, polling
 from clusterjob.core.plans import Plan, PlannedCommand
@@ -343,14 +342,14 @@ def test_status_during_submission_is_pending_and_does_not_overwrite_handle(
 ) -> None:
     """The record is written before its handle."""
     seen = []
+    real = LocalBackend.submit
 
-    class Polled(LocalBackend):
-        def submit(self, plan: Plan) -> Handle:
-            handle = super().submit(plan)
-            seen.extend(polling.statuses(Records().all()))
-            return handle
+    def submit(self: LocalBackend, plan: Plan) -> Handle:
+        handle = real(self, plan)
+        seen.extend(polling.statuses(Records().all()))
+        return handle
 
-    monkeypatch.setitem(base._loaded, "local", Polled())
+    monkeypatch.setattr(LocalBackend, "submit", submit)
     record = project.submit(WAITER)
     [(stale, status)] = seen
     assert status.state is JobState.PENDING
@@ -359,4 +358,4 @@ def test_status_during_submission_is_pending_and_does_not_overwrite_handle(
     again = Records().find(record.job_id)
     assert (again.handle, again.end) == (record.handle, None)
     project.path("leave").touch()
-    wait_for_verdict(record)
+    assert wait_for_verdict(record).state is JobState.SUCCEEDED

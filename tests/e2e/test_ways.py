@@ -160,12 +160,6 @@ def test_pipeline_example_has_gradients_of_one_process(
     assert f"over {processes} sub-networks" in ran.out
 
 
-def test_pipeline_of_one_process_is_refused(tmp_path: Path) -> None:
-    ran = run([sys.executable, EXAMPLES / "pipeline.py"], tmp_path)
-    assert ran.code == 1
-    assert "at least two processes" in ran.err
-
-
 # -- images ----------------------------------------------------------------------------------------
 
 
