@@ -15,6 +15,8 @@ from doctoring import CLUSTERJOB, doctor, light_torch
 from launching import write_tree
 from procs import TEST_TIMEOUT
 
+from clusterjob.core.records import home
+
 LOCAL = ("--cluster", "local")
 
 
@@ -29,10 +31,6 @@ def run(*options: str, **variables: str) -> subprocess.CompletedProcess[str]:
         [*CLUSTERJOB, "doctor", *options], env=os.environ | variables, capture_output=True,
         text=True, check=False, timeout=TEST_TIMEOUT,
     )  # fmt: skip
-
-
-def home() -> Path:
-    return Path(os.environ["CLUSTERJOB_HOME"])
 
 
 def test_doctor_on_working_machine_reports_ok() -> None:

@@ -133,18 +133,20 @@ def recorded(work: Path, spec: JobSpec, **fields: Any) -> Record:
     return record
 
 
-def test_failed_job_is_repeated_and_successful_one_is_refused(work: Path) -> None:
-    record = recorded(work, spec_of(work))
-    with pytest.raises(UsageError, match="has failed: it is SUCCEEDED"):
-        rerun.plan(record, (), failed=True)
+@pytest.mark.parametrize(
+    ("secrets", "failed", "message"),
+    [((), True, "has failed: it is SUCCEEDED"), ([Secret("OTHER")], False, "has no such secret")],
+)
+def test_rerun_of_what_the_job_does_not_have_is_refused(
+    work: Path, secrets: list[Secret], failed: bool, message: str
+) -> None:
+    with pytest.raises(UsageError, match=message):
+        rerun.plan(recorded(work, spec_of(work)), secrets, failed=failed)
+
+
+def test_failed_job_is_repeated(work: Path) -> None:
     record = recorded(work, spec_of(work), state=JobState.FAILED, code=3)
     assert rerun.plan(record, (), failed=True).spec.program.target == "script.py"
-
-
-def test_secret_that_job_does_not_have_is_refused(work: Path) -> None:
-    record = recorded(work, spec_of(work))
-    with pytest.raises(UsageError, match="has no such secret"):
-        rerun.plan(record, [Secret("OTHER")], failed=False)
 
 
 def test_pickled_calls_are_copied(work: Path) -> None:

@@ -28,7 +28,7 @@ CACHE = ".ended.json"
 @pytest.fixture
 def records(tmp_path: Path) -> Records:
     records = Records()
-    for number in range(20):
+    for number in range(60):
         save(records, tmp_path, f"job-{number:06}", end=ENDED)
     return records
 
@@ -54,7 +54,7 @@ def test_rows_of_ended_jobs_come_from_cache(
     records: Records, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     rows, broken = listed()
-    assert (len(rows), broken) == (20, [])
+    assert (len(rows), broken) == (60, [])
     assert rows[7][:5] == ("job-000007", "FAILED", "3", "1", "local")
     assert rows[7].reason == "rank 1: boom"
     monkeypatch.setattr(Records, "read", lambda *_: pytest.fail("a record was read"))
@@ -67,7 +67,7 @@ def test_replaced_record_is_read_again(records: Records, tmp_path: Path) -> None
     records.remove("job-000008")
     save(records, tmp_path, "new-000500")
     states = {row.job_id: row.state for row in listed()[0]}
-    assert len(states) == 20
+    assert len(states) == 60
     assert states.items() >= {("job-000007", "SUCCEEDED"), ("new-000500", "LOST")}
     assert "job-000008" not in states
 
@@ -86,7 +86,7 @@ def test_broken_cache_is_rebuilt(records: Records, content: str) -> None:
     rows, _ = listed()
     (records.directory / CACHE).write_text(content)
     assert listed()[0] == rows
-    assert len(json.loads((records.directory / CACHE).read_bytes())["rows"]) == 20
+    assert len(json.loads((records.directory / CACHE).read_bytes())["rows"]) == 60
 
 
 def test_array_elements_are_listed_as_ended_or_open(records: Records, tmp_path: Path) -> None:

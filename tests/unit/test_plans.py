@@ -17,8 +17,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from clusterjob.backends.base import load
-from clusterjob.core.hosts import Host
 from clusterjob.core.plans import Plan, PlannedCommand, PlannedFile, new_id, token_file, write_files
 from clusterjob.core.spec import JobSpec
 from clusterjob.errors import RecordError
@@ -146,15 +144,3 @@ def test_failed_write_of_file_removes_job_directory(tmp_path: Path) -> None:
     with pytest.raises(RecordError, match=r"cannot be written: .*No such file or directory"):
         write_files(plan_in(job_dir, *files))
     assert list(tmp_path.iterdir()) == []
-
-
-@pytest.mark.parametrize(
-    ("cluster", "left_open"), [("local", False), ("slurm", False), ("ssh", False), ("mlp", True)]
-)
-def test_default_worker_count_is_open_only_on_platform_with_own_gpu_count(
-    cluster: str, left_open: bool, tmp_path: Path
-) -> None:
-    """The default is fixed except on a platform that gives each node its number of GPUs."""
-    hosts = (Host("gpu1"),) if cluster == "ssh" else ()
-    spec = JobSpec(Program("command", "true"), workdir=tmp_path, nproc_is_default=True, hosts=hosts)
-    assert load(cluster).plan(spec).spec.nproc_is_default is left_open

@@ -226,9 +226,10 @@ def test_broken_template_or_undefined_name_is_error_with_line(
     tmp_path: Path, text: str, line: int, message: str
 ) -> None:
     path = template(tmp_path, text)
-    with pytest.raises(TemplateError, match=message) as caught:
+    with pytest.raises(TemplateError) as caught:
         render(path, VALUES)
     assert f"{path}, line {line}: " in caught.value.message
+    assert message in caught.value.message
     assert "\n" not in caught.value.message
 
 

@@ -256,9 +256,9 @@ def test_report_of_pending_job_says_why_it_waits(tmp_path: Path) -> None:
 def test_large_texts_keep_the_page_small(tmp_path: Path) -> None:
     record = WrittenJob(tmp_path, nodes=2, per_node=128, gpus=False).write()
     (record.job_dir / "code.diff").write_text("+ added line\n" * 300_000)
-    output = "".join(f"{line} {HOSTILE * 40}\n" for line in range(30))
     for path in (record.job_dir / "logs").glob("node*/rank*.out"):
-        path.write_text(path.name + output)
+        lines = (f"{path.name} {line} {HOSTILE * 40}\n" for line in range(30))
+        path.write_text("".join(lines))
     text = report_of(record)
     assert len(text.encode()) <= page.MAX_BYTES
     assert "more bytes: see" in text

@@ -59,8 +59,8 @@ def test_at_sign_counts_from_latest_job_and_arrays_count_once(records: Records, 
     save("aaa-new", "new", 3)
     found = [records.find(text).job_id for text in ("@", "@1", "@2", "@3", "@2_7")]
     assert found == ["aaa-new", "aaa-new", "mmm-arr", "zzz-old", array.element(7).job_id]
-    for wrong, part in (("@0", "@0"), ("@4", "@4"), ("@999999999", "@9"), ("@x", "")):
-        with pytest.raises(JobNotFound, match=part):
+    for wrong in ("@0", "@4", "@999999999", "@x"):
+        with pytest.raises(JobNotFound, match=wrong):
             records.find(wrong)
 
 

@@ -122,7 +122,7 @@ srun: error: n2: tasks 2-3: Exited with exit code 5
             {},
             (0, "gpu-a07.lab", 139, "SIGSEGV"),
         ),
-        ("srun: error: n[1-2]: tasks 0-3: Exited with exit code 2", {}, (0, "n1", 2, None)),
+        ("srun: error: n[1-2]: tasks 0-3: Exited with exit code 2", {}, (0, "n[1-2]", 2, None)),
         ("srun: error: n1: tasks 1,3: Aborted (core dumped)", {}, (1, "n1", 134, "SIGABRT")),
         ("srun: error: n2: task 2: Out Of Memory", {}, (2, "n2", 9, None)),
         (
