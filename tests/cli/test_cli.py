@@ -530,6 +530,16 @@ USAGE = {
         "",
     ),
     "start": (["submit", "--start", "spwan", "script.py"], "start is 'spwan'", "fork"),
+    "metrics port": (
+        ["submit", "--metrics-port", "70000", "script.py"],
+        "--metrics-port 70000: must be from 1 to 65535",
+        "--help",
+    ),
+    "metrics port without metrics": (
+        ["submit", "--metrics-port", "9", "--no-metrics", "script.py"],
+        "--metrics-port and --no-metrics exclude each other",
+        "--help",
+    ),
     "grace x": (["submit", "--grace", "x", "script.py"], "'x' is not a number of seconds", ""),
     "set": (["submit", "--set", "partition=gpu", "script.py"], "unknown option 'partition'", ""),
     "option of Slurm": (["submit", "-p", "gpu", "script.py"], "(--partition or --set)", "Slurm"),

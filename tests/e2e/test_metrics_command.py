@@ -105,17 +105,3 @@ def test_job_without_metrics_gives_one_line_with_the_reason(tmp_path: Path) -> N
     path.write_text(json.dumps(record))
     done = command(tmp_path, "metrics", job_id, code=1)
     assert "a version of clusterjob without metrics submitted it" in done.stderr
-
-
-@pytest.mark.parametrize(
-    ("words", "error"),
-    [
-        (("--metrics-port", "70000"), "--metrics-port 70000: must be from 1 to 65535"),
-        (("--metrics-port", "9", "--no-metrics"), "exclude each other"),
-    ],
-)
-def test_wrong_metrics_options_are_refused(
-    tmp_path: Path, words: tuple[str, ...], error: str
-) -> None:
-    done = command(tmp_path, "render", "--cluster", "local", *words, "--", "true", code=2)
-    assert error in done.stderr
