@@ -143,27 +143,29 @@ def _isolated_environment(tmp_path_factory: pytest.TempPathFactory, _cache: Path
     listening = listening_sockets(os.getpid())
     directory = os.getcwd()
     marker = uuid.uuid4().hex
+    home = tmp_path_factory.mktemp("home")
     with pytest.MonkeyPatch.context() as patch:
         for name in list(os.environ):
             if is_job_variable(name):
                 patch.delenv(name)
-        home = tmp_path_factory.mktemp("home")
         # Without cached bytecode, each command compiles the package.
         patch.delenv("PYTHONDONTWRITEBYTECODE", raising=False)
-        patch.setenv(MARKER, marker)
-        # For interpreters that are started with -S.
-        patch.setenv("PYTHONPATH", str(Path(__file__).resolve().parent.parent))
-        patch.setenv("CLUSTERJOB_HOME", str(home / "clusterjob"))
-        patch.setenv("XDG_CONFIG_HOME", str(home / "config"))
-        patch.setenv("XDG_CACHE_HOME", str(_cache))
+        variables = {
+            MARKER: marker,
+            # For interpreters that are started with -S.
+            "PYTHONPATH": str(Path(__file__).resolve().parent.parent),
+            "CLUSTERJOB_HOME": str(home / "clusterjob"),
+            "XDG_CONFIG_HOME": str(home / "config"),
+            "XDG_CACHE_HOME": str(_cache),
+        }
+        for name, value in variables.items():
+            patch.setenv(name, value)
         given = _environment()
         yield
         left = _environment()
-        for name in left.keys() | given.keys():
-            if name in given:
-                os.environ[name] = given[name]
-            else:
-                del os.environ[name]
+        for name in left.keys() - given.keys():
+            del os.environ[name]
+        os.environ.update(given)
     problems = [
         f"{name}: {given.get(name)!r} became {left.get(name)!r}"
         for name in left.keys() | given.keys()
@@ -199,24 +201,16 @@ def _leaks(
     while True:
         # Most tests start no process; skip reading /proc then.
         new = set(all_pids()) - before
-        pids = sorted({*marked(marker, new), *new.intersection(below(os.getpid()))}) if new else []
-        others = [thread for thread in threading.enumerate() if thread not in threads]
-        sockets = listening_sockets(os.getpid()) - listening
-        if not (pids or others or sockets):
-            return []
-        if time.monotonic() > end:
-            break
+        pids = {*marked(marker, new), *new.intersection(below(os.getpid()))} if new else set()
+        leaks = {f"process {pid} {command_line(pid)}" for pid in pids}
+        leaks |= {f"thread {each.name}" for each in threading.enumerate() if each not in threads}
+        leaks |= {
+            f"a listening socket {each}" for each in listening_sockets(os.getpid()) - listening
+        }
+        if not leaks or time.monotonic() > end:
+            kill_all([pid for pid in pids if alive(pid)])
+            return sorted(leaks)
         time.sleep(0.02)
-    lines = [f"a process: {pid} {command_line(pid)}" for pid in pids]
-    lines += [
-        f"a listening socket: {address} of process {pid}"
-        for pid in pids
-        for address in listening_sockets(pid)
-    ]
-    lines += [f"a thread: {thread.name}" for thread in others]
-    lines += [f"a listening socket of this process: {address}" for address in sockets]
-    kill_all([pid for pid in pids if alive(pid)])
-    return lines
 
 
 @pytest.fixture

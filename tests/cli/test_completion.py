@@ -2,26 +2,20 @@
 
 from __future__ import annotations
 
-import json
 import os
-import pty
 import re
-import select
 import shutil
-import signal
-import statistics
-import subprocess
 import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from launching import run
-from procs import TEST_TIMEOUT
+from procs import TEST_TIMEOUT, wait_until
+from terminals import Terminal
 
 import clusterjob
-from clusterjob.cli import completion_answers, completion_values
+from clusterjob.cli import app, completion_answers, completion_values, main
 from clusterjob.cli.completion import SCRIPTS
 
 SOURCE = Path(clusterjob.__file__).parent.parent
@@ -39,43 +33,25 @@ WAIT_FOR_SHELL = "echo re''ady\n"  # its echo on the terminal does not contain t
 PRINT_WORDS = "\x01printf '<%s>' \n"  # Ctrl-A moves to the begin of the line
 
 
-class Shell:
+class Shell(Terminal):
     """An interactive shell in a terminal, with the completion loaded."""
 
     def __init__(self, name: str, directory: Path) -> None:
-        self.name = name
-        self.pid, self._terminal = pty.fork()
-        if self.pid == 0:
-            os.chdir(directory)
-            os.environ["TERM"] = "xterm"
-            os.execvp(START[name][0], START[name])
-        self._shown = b""
-        self._send(f"{LOAD[name]}\n{WAIT_FOR_SHELL}")
-        self._read_until(b"ready")
+        env = os.environ | {"TERM": "xterm"}
+        super().__init__(START[name], cwd=directory, controlling=True, env=env)
+        self._run(f"{LOAD[name]}\n")
 
     def complete(self, text: str) -> list[str]:
         """Type a text and a TAB; return the words of the line, as the shell reads them."""
-        self._shown = b""
-        self._send(f"{text}\t{PRINT_WORDS}{WAIT_FOR_SHELL}")
-        self._read_until(b"ready")
-        found = re.findall(r"(?:<[^<>\s]*>)+", self._shown.decode(errors="replace"))
-        assert found, self._shown
+        self._run(f"{text}\t{PRINT_WORDS}")
+        found = re.findall(r"(?:<[^<>\s]*>)+", self.shown.decode(errors="replace"))
+        assert found, self.shown
         return found[-1][1:-1].split("><")
 
-    def close(self) -> None:
-        os.kill(self.pid, signal.SIGKILL)
-        os.waitpid(self.pid, 0)
-        os.close(self._terminal)
-
-    def _send(self, text: str) -> None:
-        os.write(self._terminal, text.encode())
-
-    def _read_until(self, wanted: bytes) -> None:
-        end = time.monotonic() + TEST_TIMEOUT
-        while wanted not in self._shown:
-            ready, _, _ = select.select([self._terminal], [], [], end - time.monotonic())
-            assert ready, f"{wanted!r} is not shown, but {self._shown.decode(errors='replace')}"
-            self._shown += os.read(self._terminal, 65536)
+    def _run(self, text: str) -> None:
+        self.shown = b""
+        self.type(f"{text}{WAIT_FOR_SHELL}".encode())
+        self.read_until(b"ready")
 
 
 @pytest.fixture
@@ -113,13 +89,9 @@ def make_records(names: list[str]) -> None:
 
 @pytest.fixture(params=list(SCRIPTS))
 def shell(request: pytest.FixtureRequest, place: Path) -> Iterator[Shell]:
-    name = request.param
-    assert shutil.which(name), f"{name} is missing: run `make packages`"
-    opened = Shell(name, place)
-    try:
+    assert shutil.which(request.param), f"{request.param} is missing: run `make packages`"
+    with Shell(request.param, place) as opened:
         yield opened
-    finally:
-        opened.close()
 
 
 def test_tab_completes_in_the_shell(shell: Shell, place: Path) -> None:
@@ -143,8 +115,6 @@ def test_tab_completes_in_the_shell(shell: Shell, place: Path) -> None:
 
 
 def answers(capsys: pytest.CaptureFixture[str], *words: str, shell: str = "fish") -> list[str]:
-    from clusterjob.cli import app
-
     assert completion_answers.answer(app, [shell, *words]) == 0
     out, err = capsys.readouterr()
     assert err == ""
@@ -163,8 +133,8 @@ def test_latest_ids_are_completed_newest_first(
     assert answers(capsys, "clusterjob", "cancel", "a-222222", "a") == []
     ended = Path(os.environ["CLUSTERJOB_HOME"]) / "records/b-222222.json"
     ended.write_text('{"end": {"state": "SUCCEEDED"}, "job_dir": "/"}')
-    assert answers(capsys, "clusterjob", "cancel", "b-") == []
-    assert answers(capsys, "clusterjob", "logs", "b-") == ["b-222222"]
+    for verb, ids in (("cancel", []), ("logs", ["b-222222"])):
+        assert answers(capsys, "clusterjob", verb, "b-") == ids
     ended.unlink()
     make_records([f"many-{number:03}" for number in range(150)])
     newest = [f"many-{number:03}" for number in range(149, 49, -1)]
@@ -199,8 +169,6 @@ def test_word_at_the_cursor_is_completed(
 
 
 def test_opposite_of_a_switch_is_described_as_such(capsys: pytest.CaptureFixture[str]) -> None:
-    from clusterjob.cli import app
-
     assert completion_answers.answer(app, ["zsh", "clusterjob", "submit", "--no-req"]) == 0
     assert "--no-requeue\tThe opposite of --requeue\n" in capsys.readouterr().out
 
@@ -222,11 +190,8 @@ def test_slow_sinfo_does_not_delay_the_shell(place: Path) -> None:
     assert completion_values.partitions() == []
     assert time.monotonic() - begin < TEST_TIMEOUT / 2
     release.write_text("")
-    end = time.monotonic() + TEST_TIMEOUT
     cache = Path(os.environ["XDG_CACHE_HOME"]) / "clusterjob/partitions"
-    while not (cache.exists() and cache.read_text()):
-        assert time.monotonic() < end
-        os.sched_yield()
+    wait_until(lambda: cache.exists() and cache.read_text(), TEST_TIMEOUT)
     sinfo.write_text("#!/bin/sh\nexit 1\n")
     assert completion_values.partitions() == ["slow"]
 
@@ -244,26 +209,9 @@ def test_broken_sources_give_no_candidates_and_no_error(
     assert answers(capsys, 'clusterjob submit --login "', shell="bash") == []
 
 
-def test_unknown_shell_is_refused() -> None:
-    done = run([sys.executable, "-m", "clusterjob", "completion", "csh"], Path.cwd())
-    assert (done.code, done.out) == (2, "")
-    assert "there is no completion for 'csh'" in done.err
-    assert "hint: use bash, zsh, fish" in done.err
-
-
-@pytest.mark.slow
-def test_completion_is_fast_with_ten_thousand_records(place: Path) -> None:
-    """The limit of 0.15 s is compared with the bare interpreter, to leave out a busy machine."""
-    make_records([f"job{number}-abcdef" for number in range(10_000)])
-
-    def seconds(*argv: str) -> float:
-        begin = time.monotonic()
-        done = subprocess.run([sys.executable, *argv], check=True, capture_output=True, cwd=place)
-        assert argv[0] == "-c" or done.stdout.startswith(b"job9999-abcdef\n")
-        return time.monotonic() - begin
-
-    line = ("-m", "clusterjob", "__complete", "zsh", "clusterjob", "logs", "job")
-    pairs = [(seconds(*line), seconds("-c", "")) for _ in range(5)]
-    shown, bare = (statistics.median(each) for each in zip(*pairs, strict=True))
-    print(json.dumps({"completion": round(shown, 3), "interpreter": round(bare, 3)}))
-    assert shown < max(0.45, 40 * bare)
+def test_unknown_shell_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["completion", "csh"]) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert "there is no completion for 'csh'" in err
+    assert "hint: use bash, zsh, fish" in err

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import signal
 import subprocess
@@ -98,18 +97,17 @@ def test_list_shows_20_newest_jobs_and_counts_the_others(run: Run, save: Save) -
     assert (code, ids(out)) == (0, [f"job-{number:02}" for number in range(20)])
     assert err == "clusterjob: and 5 more: --all\n"
     assert ids(run("list", "--all")[1])[-1] == "job-24"
-    assert ids(run("list", "-n", "3")[1]) == ["job-00", "job-01", "job-02"]
-    assert ids(run("list", "--since", "3m")[1]) == ["job-00", "job-01", "job-02"]
+    for limit in (("-n", "3"), ("--since", "3m")):
+        assert ids(run("list", *limit)[1]) == ["job-00", "job-01", "job-02"]
     assert len(json.loads(run("list", "--json")[1])["jobs"]) == 25
-    limited = json.loads(run("list", "--json", "-n", "2", "--name", "job")[1])["jobs"]
-    assert [(job["id"], job["seconds"]) for job in limited] == [("job-00", 200.0), ("job-01", 200)]
+    [job] = json.loads(run("list", "--json", "-n", "1", "--name", "job")[1])["jobs"]
+    assert (job["id"], job["seconds"]) == ("job-00", 200.0)
 
 
 def test_list_filters_and_columns(run: Run, save: Save) -> None:
     save("train-a", 1)
     save("train-b", 2, state=JobState.FAILED, code=3, reason="boom")
     save("eval-c", 3, state=JobState.FAILED, code=3)
-    assert ids(run("list", "--state", "fail")[1]) == ["train-b", "eval-c"]
     assert ids(run("list", "--state", "f", "--name", "tr*")[1]) == ["train-b"]
     assert ids(run("list", "--cluster", "gone")[1]) == []
     table = run("list", "--columns", "State,name,duration,code", "-n", "2")[1].splitlines()
@@ -118,8 +116,40 @@ def test_list_filters_and_columns(run: Run, save: Save) -> None:
         ["SUCCEEDED", "train", "3m", "20s", "0"],
         ["FAILED", "train", "3m", "20s", "3"],
     ]
-    [job] = json.loads(run("list", "--json", "--state", "failed", "--name", "eval")[1])["jobs"]
-    assert job["id"] == "eval-c"
+
+
+@pytest.mark.usefixtures("logged")
+@pytest.mark.parametrize(
+    ("line", "part"),
+    [
+        ("list --state done", "is not a state"),
+        ("list --since soon", "is not a time"),
+        ("list --columns id,nmae", "no column 'nmae'"),
+        ("list --all -n 3", "are both given"),
+        ("list --json --watch", "are both given"),
+        ("list -n 0", "0"),
+        ("logs log-a --rank 4", "has no rank 4"),
+        ("logs log-a --rank a", "--rank a"),
+        ("logs log-a --node 2", "has no node 2"),
+        ("logs log-a --attempt 2", "no output of attempt 2"),
+        ("logs log-a --grep (", "is not a regular expression"),
+        ("logs log-a --since later", "is not a time"),
+        ("cancel", "give job ids, or one of"),
+        ("cancel log-a --all", "are both given"),
+        ("clean --yes", "give job ids, or one of"),
+        ("clean log-a --all --yes", "are both given"),
+        ("clean --older-than 30 --yes", "is not an age"),
+        ("clean --larger-than big --yes", "is not a size"),
+        ("clean --state running --yes", "only ended jobs are removed"),
+        ("status --watch --json", "--json and --watch"),
+    ],
+)
+def test_wrong_options_are_refused_with_one_line(run: Run, line: str, part: str) -> None:
+    code, out, err = run(*line.split())
+    assert (code, out) == (2, "")
+    assert part in err
+    assert 1 <= len(err.splitlines()) <= 2
+    assert len(Records().all()) == 1
 
 
 def test_list_shows_local_time_without_a_terminal(
@@ -136,36 +166,6 @@ def test_list_shows_local_time_without_a_terminal(
         time.tzset()
 
 
-@pytest.mark.parametrize(
-    ("words", "part"),
-    [
-        (["--state", "done"], "is not a state"),
-        (["--since", "soon"], "is not a time"),
-        (["--columns", "id,nmae"], "no column 'nmae'"),
-        (["--all", "-n", "3"], "are both given"),
-        (["--json", "--watch"], "are both given"),
-        (["-n", "0"], "0"),
-    ],
-)
-def test_list_refuses_wrong_options_with_one_line(run: Run, words: list[str], part: str) -> None:
-    code, out, err = run("list", *words)
-    assert (code, out) == (2, "")
-    assert part in err
-    assert 1 <= len(err.splitlines()) <= 2
-
-
-def test_unreadable_record_is_named_and_others_are_listed(run: Run, save: Save) -> None:
-    save("job-a")
-    (Records().directory / "bad-b.json").write_text("{")
-    code, out, err = run("list")
-    assert (code, ids(out)) == (0, ["job-a"])
-    assert "bad-b.json cannot be read" in err
-    code, out, err = run("list", "--json")
-    assert [job["id"] for job in json.loads(out)["jobs"]] == ["job-a"]
-    assert "bad-b.json cannot be read" in err
-    assert run("status", "@")[0] == 0
-
-
 @pytest.mark.parametrize("command", ["wait", "report", "stacks"])
 def test_command_on_one_job_takes_the_latest(
     run: Run, save: Save, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: str
@@ -176,20 +176,6 @@ def test_command_on_one_job_takes_the_latest(
     assert run(command)[2].startswith("clusterjob: job new-b\n")
 
 
-def test_list_of_10000_jobs_reads_each_record_once(
-    run: Run, save: Save, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    data = save("job-x").to_json()
-    for number in range(300):  # a cached row costs the same for each number of jobs
-        job_id = f"job-{number:05}"
-        path = Records().directory / f"{job_id}.json"
-        path.write_text(json.dumps({**data, "job_id": job_id}))
-    run("list")
-    monkeypatch.setattr(Records, "load", lambda *_: pytest.fail("a record was read"))
-    assert len(ids(run("list", "--all")[1])) == 301
-    assert len(ids(run("list", "--state", "succ", "--since", "1d")[1])) == 20
-
-
 @pytest.mark.parametrize("columns", [40, 80, 200])
 def test_list_on_terminal_fits_its_width(save: Save, columns: int) -> None:
     save("train-a", 3, state=JobState.FAILED, code=1, reason="\x1b[31mred\x1b[0m \x07" + "x" * 300)
@@ -198,22 +184,18 @@ def test_list_on_terminal_fits_its_width(save: Save, columns: int) -> None:
     assert code == 0
     lines = out.splitlines()
     assert [width_of(line) <= columns for line in lines] == [True] * 3
-    assert lines[1].startswith("train-a ")
     assert all(line.endswith("…") for line in lines[1:])
-    assert "\x1b" not in out
-    assert "\x07" not in out
-    if columns == 200:
-        assert "3 min ago" in lines[1]
-        assert "3m 20s" in lines[1]
-        assert "red \\x07xxx" in lines[1]
+    assert not {"\x1b", "\x07"} & {*out}
+    for part in ("train-a ", *(("3 min ago", "3m 20s", "red \\x07xxx") if columns == 200 else ())):
+        assert part in lines[1]
 
 
-def test_cut_counts_wide_and_combining_letters() -> None:
-    assert cut(WIDE, 4) == WIDE
-    assert cut(WIDE + "x", 4) == "训…"
-    assert width_of("e\u0301") == 1
-    assert cut("abc", 2) == "a…"
-    assert cut("abc", 0) == ""
+@pytest.mark.parametrize(
+    ("text", "width", "shown"),
+    [(WIDE, 4, WIDE), (WIDE + "x", 4, "训…"), ("e\u0301", 1, "e\u0301"), ("abc", 2, "a…")],
+)
+def test_cut_counts_wide_and_combining_letters(text: str, width: int, shown: str) -> None:
+    assert cut(text, width) == shown
 
 
 def test_watch_redraws_in_place_and_restores_the_terminal(save: Save) -> None:
@@ -254,18 +236,6 @@ os.wait()
     subprocess.run(argv, stdout=subprocess.DEVNULL, check=True, timeout=TEST_TIMEOUT)
 
 
-def test_watch_without_terminal_shows_no_duration(
-    run: Run, save: Save, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def once(lines: Callable[[os.terminal_size | None], list[str]]) -> None:
-        print("\n".join(lines(None)))
-
-    save("one-a")
-    monkeypatch.setattr("clusterjob.cli.redraw.show", once)
-    assert "DURATION" not in run("list", "--watch")[1]
-    assert "DURATION" in run("list", "--watch", "--columns", "id,duration")[1]
-
-
 def test_watch_that_is_terminated_restores_the_terminal(save: Save) -> None:
     save("one-a")
     with Terminal([*COMMAND, "list", "--watch"]) as terminal:
@@ -290,8 +260,10 @@ def test_watch_without_terminal_prints_changes_only(
             raise KeyboardInterrupt
 
     monkeypatch.setattr("clusterjob.cli.redraw.time.sleep", sleep)
-    code, out, _ = run("list", "--watch", "--columns", "id")
-    assert (code, out) == (0, "ID\none-a\n\nID\ntwo-b\none-a\n")
+    code, out, _ = run("list", "--watch")
+    tables = [[row.split()[0] for row in table.splitlines()] for table in out.split("\n\n")]
+    assert (code, tables) == (0, [["ID", "one-a"], ["ID", "two-b", "one-a"]])
+    assert "DURATION" not in out
 
 
 # -- logs ------------------------------------------------------------------------------------------
@@ -308,11 +280,10 @@ def logged(save: Save, monkeypatch: pytest.MonkeyPatch) -> Record:
         for step, now in enumerate((1000.0, 1060.0, 1120.0)):
             monkeypatch.setattr(time, "time", lambda now=now, node=node: now + 5000 * node)
             for rank in ranks:
-                attempt = ".attempt1" if step == 2 else ""
-                with (folder / f"rank{rank}{attempt}.out").open("a") as stream:
-                    stream.write(f"step {step} of {rank}\n")
-                with (folder / f"rank{rank}{attempt}.err").open("a") as stream:
-                    stream.write(f"\x1b[31mwarning\x1b[0m {step} of {rank}\n")
+                name = f"rank{rank}.attempt1" if step == 2 else f"rank{rank}"
+                for stream, text in (("out", "step"), ("err", "\x1b[31mwarning\x1b[0m")):
+                    with (folder / f"{name}.{stream}").open("a") as file:
+                        file.write(f"{text} {step} of {rank}\n")
             timeline.follow(folder.iterdir())
             timeline.note()
     monkeypatch.undo()
@@ -370,7 +341,6 @@ def test_logs_without_id_shows_the_latest_job_and_names_it(
     save("new-b", minutes=0)
     assert run("logs") == (0, "", "clusterjob: job new-b\n")
     assert "step 0 of 0" in run("logs", "@2")[1]
-    assert "step 0 of 0" in run("logs", "log")[1]
 
 
 def test_logs_of_a_job_that_has_not_started_say_why(run: Run, save: Save) -> None:
@@ -380,31 +350,21 @@ def test_logs_of_a_job_that_has_not_started_say_why(run: Run, save: Save) -> Non
     assert run("logs", "new-a") == run("logs", "new-a", "-n", "5") == (0, "", said)
 
 
-@pytest.mark.usefixtures("logged")
-@pytest.mark.parametrize(
-    ("words", "part"),
-    [
-        (["--rank", "4"], "has no rank 4"),
-        (["--rank", "a"], "--rank a"),
-        (["--node", "2"], "has no node 2"),
-        (["--attempt", "2"], "no output of attempt 2"),
-        (["--grep", "("], "is not a regular expression"),
-        (["--since", "later"], "is not a time"),
-    ],
-)
-def test_logs_refuses_wrong_filters(run: Run, words: list[str], part: str) -> None:
-    code, out, err = run("logs", "log-a", *words)
-    assert (code, out) == (2, "")
-    assert part in err
-
-
 def test_hostile_expression_ends_with_an_error() -> None:
-    begin = time.monotonic()
     with pytest.raises(UsageError, match="takes more than"):
         LineSearch("(a+)+$").matching([LogLine(0, 0, stream="out", text="a" * 60 + "!")])
-    assert time.monotonic() - begin < 30
     assert signal.getitimer(signal.ITIMER_VIRTUAL) == (0.0, 0.0)
     assert signal.getsignal(signal.SIGVTALRM) is signal.SIG_DFL
+
+
+def test_cancel_of_a_beginning_of_several_ids_names_them_newest_first(
+    run: Run, save: Save, cancelled: list[str]
+) -> None:
+    save("train-a", 5)
+    save("trial-b", 1, name="run", end=None)
+    code, _, err = run("cancel", "tr")
+    assert (code, cancelled) == (2, [])
+    assert "trial-b (RUNNING), train-a (SUCCEEDED)" in err
 
 
 # -- cancel ----------------------------------------------------------------------------------------
@@ -467,13 +427,6 @@ def test_cancel_of_several_selected_jobs_asks_first(
     assert (run("cancel", "--all")[0], sorted(cancelled)) == (0, ["run-a", "run-b"])
 
 
-def test_cancel_never_has_a_default(run: Run, cancelled: list[str]) -> None:
-    for words, part in (([], "give job ids, or one of"), (["job", "--all"], "are both given")):
-        code, _, err = run("cancel", *words)
-        assert (code, cancelled) == (2, [])
-        assert part in err
-
-
 def test_job_that_cannot_be_cancelled_does_not_keep_others_running(
     run: Run, save: Save, cancelled: list[str]
 ) -> None:
@@ -491,15 +444,20 @@ def test_job_that_cannot_be_cancelled_does_not_keep_others_running(
 
 def test_open_prints_directory_of_job(run: Run, save: Save) -> None:
     record = save("job-a")
-    for words in ([], ["@"], ["job"], ["job-a"]):
+    for words in ([], ["job"]):
         assert run("open", *words) == (0, f"{record.job_dir}\n", "")
-    os.rename(record.job_dir, record.job_dir.with_name("gone"))
+    record.job_dir.rename(record.job_dir.with_name("gone"))
     code, out, err = run("open")
-    assert (code, out) == (1, "")
-    assert "does not exist" in err
+    assert (code, out, "does not exist" in err) == (1, "", True)
 
 
-@pytest.mark.parametrize("verb", ["logs", "open", "wait", "status", "cancel", "clean", "rerun"])
+@pytest.mark.parametrize(
+    "verb",
+    [
+        *("logs", "open", "wait", "status", "cancel", "clean", "rerun", "report", "stacks"),
+        *("metrics", "fetch"),
+    ],
+)
 def test_wrong_id_is_one_line_and_a_hint(run: Run, save: Save, verb: str) -> None:
     save("train-a")
     code, out, err = run(verb, "trian-a")
@@ -507,48 +465,21 @@ def test_wrong_id_is_one_line_and_a_hint(run: Run, save: Save, verb: str) -> Non
     assert err == ("clusterjob: error: there is no job 'trian-a'\n  hint: did you mean train-a?\n")
 
 
-def test_clean_shows_asks_and_removes(
-    run: Run, save: Save, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_clean_shows_asks_and_removes(run: Run, save: Save) -> None:
     for number in range(3):
         save(f"job-{number}")
     code, out, err = run("clean", "--all", "--dry-run")
     assert (code, ids(out)) == (0, ["job-2", "job-1", "job-0"])
     assert re.fullmatch(r"clusterjob: would remove 3 jobs, [\d.]+ KB\n", err)
-    code, out, _ = run("clean", "--all", "--dry-run", "--json")
-    data = json.loads(out)
+    data = json.loads(run("clean", "--all", "--dry-run", "--json")[1])
     assert data["would_free"] == sum(job["bytes"] for job in data["jobs"]) > 0
     code, _, err = run("clean", "--all")
-    assert code == 2
-    assert "--yes" in err
-    monkeypatch.setattr("sys.stdin.isatty", lambda: True, raising=False)
-    monkeypatch.setattr("typer.confirm", lambda *_, **__: False)
-    assert run("clean", "--all")[0] == 1
-    assert len(Records().all()) == 3
+    assert (code, "--yes" in err, len(Records().all())) == (2, True, 3)
     code, _, err = run("clean", "job-1", "--yes")
     assert (code, sorted(Records().names())) == (0, ["job-0", "job-2"])
     assert re.search(r"removed 1 job, freed [\d.]+ KB", err)
     assert run("clean", "--all", "--yes", "--json")[0] == 0
-    assert Records().all() == []
     assert run("clean", "--all", "--yes")[2] == "clusterjob: no ended job matches\n"
-
-
-@pytest.mark.parametrize(
-    ("words", "part"),
-    [
-        ([], "give job ids, or one of"),
-        (["job-a", "--all"], "are both given"),
-        (["--older-than", "30"], "is not an age"),
-        (["--larger-than", "big"], "is not a size"),
-        (["--state", "running"], "only ended jobs are removed"),
-    ],
-)
-def test_clean_refuses_wrong_options(run: Run, save: Save, words: list[str], part: str) -> None:
-    save("job-a")
-    code, out, err = run("clean", *words, "--yes")
-    assert (code, out) == (2, "")
-    assert part in err
-    assert len(Records().all()) == 1
 
 
 def test_clean_never_removes_a_job_that_runs(run: Run, save: Save, cancelled: list[str]) -> None:
@@ -556,8 +487,7 @@ def test_clean_never_removes_a_job_that_runs(run: Run, save: Save, cancelled: li
     save("wait-b", end=None)
     assert run("clean", "--all", "--yes")[0] == 0
     code, _, err = run("clean", "run-a", "--yes")
-    assert code == 2
+    assert (code, cancelled) == (2, [])
     assert "is RUNNING: only ended jobs are removed" in err
     assert len(Records().all()) == 2
     assert (home() / "jobs" / "run-a").is_dir()
-    assert cancelled == []

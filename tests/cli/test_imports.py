@@ -5,13 +5,10 @@ The command line loads nothing heavy; the node modules load only the standard li
 
 from __future__ import annotations
 
-import ast
-import graphlib
 import json
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -37,11 +34,9 @@ HELP_MODULES = {
     "clusterjob.node.notifications",
     "clusterjob.node.program",
 }
-# An `if` with one of these does not run at import.
-SKIPPED = {"TYPE_CHECKING", "__name__"}
 REPORT = "import json, os, sys; os.write(3, json.dumps(sorted(sys.modules)).encode())"
 MODULES = {
-    ".".join(path.relative_to(SOURCE).with_suffix("").parts).removesuffix(".__init__"): path
+    ".".join(path.relative_to(SOURCE).with_suffix("").parts).removesuffix(".__init__")
     for path in (SOURCE / "clusterjob").rglob("*.py")
     if path.name not in ("__main__.py", "main.py") and "templates" not in path.parts
 }
@@ -50,21 +45,15 @@ NODE_MODULES = sorted(
 )
 
 
-def loaded(*command: str, code: int = 0, cwd: Path | None = None) -> set[str]:
+def loaded(*command: str, code: int = 0) -> set[str]:
     """Run Python with code that ends with `REPORT`; return the modules that were loaded."""
     read, write = os.pipe()
-    script = f"import os; os.dup2({write}, 3) if {write} != 3 else None\n"
+    script = f"import os; os.dup2({write}, 3) if {write} != 3 else None\n{command[-1]}"
     try:
-        arguments = [*command[:-1], script + command[-1]]
         done = subprocess.run(
-            [sys.executable, *arguments],
-            pass_fds=[write],
-            capture_output=True,
-            text=True,
-            timeout=TEST_TIMEOUT,
-            check=False,
-            cwd=cwd,
-        )
+            [sys.executable, *command[:-1], script], pass_fds=[write], capture_output=True,
+            text=True, timeout=TEST_TIMEOUT, check=False,
+        )  # fmt: skip
     finally:
         os.close(write)
     with os.fdopen(read, "rb") as stream:
@@ -91,26 +80,43 @@ def third_party(modules: set[str]) -> set[str]:
     return top_levels(modules) - set(sys.stdlib_module_names) - {"clusterjob", "__main__"}
 
 
-def imported(path: Path) -> set[str]:
-    """Return our modules that the top level of a module imports."""
-
-    def statements(block: list[ast.stmt]) -> Iterator[ast.stmt]:
-        for each in block:
-            if isinstance(each, ast.If) and {*ast.unparse(each.test).split()} & SKIPPED:
-                continue
-            yield each
-            for name in ("body", "orelse", "handlers", "finalbody"):
-                if not isinstance(each, (ast.FunctionDef, ast.AsyncFunctionDef)):
-                    yield from statements(getattr(each, name, []))
-
-    found: set[str] = set()
-    for each in statements(ast.parse(path.read_text(encoding="utf-8")).body):
-        if isinstance(each, ast.Import):
-            found |= {alias.name for alias in each.names}
-        elif isinstance(each, ast.ImportFrom) and each.module:
-            within = {f"{each.module}.{alias.name}" for alias in each.names} & MODULES.keys()
-            found |= within if len(within) == len(each.names) else within | {each.module}
-    return found & MODULES.keys()
+PARAMIKO = f"""
+from clusterjob.remote import connect
+with connect._without_invoke():
+    from clusterjob.remote import paramiko_transport
+{REPORT}
+"""
+SSH = {"paramiko", "clusterjob.remote"}
+HEAVY = {"torch", "numpy", "submitit", "rich"}
+# Code, modules that it loads, and modules that it must not load.
+IMPORTS = [
+    *(
+        (after_main(*arguments), {"clusterjob.cli"}, {*HEAVY, *SSH, "jinja2"})
+        for arguments in (["list"], ["status"], ["env"], ["config", "--json"])
+    ),
+    (after_main("submit", "--dry-run", "--", "true"), {"jinja2"}, {*HEAVY, *SSH}),
+    (
+        f"import clusterjob.backends.slurm.submit, clusterjob.core.jobs\n{REPORT}",
+        {"clusterjob.core.jobs"},
+        {*HEAVY, *SSH, "msgspec"},
+    ),
+    (
+        PARAMIKO,
+        {"paramiko"},
+        {"invoke", "yaml", "unittest"},
+    ),
+    # `list` reads records; each family would make it slower.
+    (
+        f"import clusterjob.core.records\n{REPORT}",
+        {"clusterjob.core.records"},
+        {"clusterjob.node.environments"},
+    ),
+    (
+        f"from clusterjob import *\n{REPORT}",
+        {"clusterjob.api"},
+        {*HEAVY, "paramiko", "typer", "jinja2", "asyncio"},
+    ),
+]
 
 
 @pytest.fixture(scope="module")
@@ -129,53 +135,6 @@ def test_help_loads_only_allowed_modules(startup_modules: set[str], arguments: l
     ours = {name for name in modules if name.startswith("clusterjob.")}
     assert {name for name in ours if not name.startswith("clusterjob.cli")} == HELP_MODULES
     assert "asyncio" not in modules
-
-
-@pytest.mark.parametrize(
-    "arguments",
-    [["list"], ["list", "--json"], ["status"], ["env"], ["env", "--json"], ["config", "--json"]],
-)
-def test_status_commands_load_no_torch_and_no_ssh(
-    startup_modules: set[str], arguments: list[str]
-) -> None:
-    modules = loaded("-c", after_main(*arguments)) - startup_modules
-    assert (
-        top_levels(modules) & {"torch", "numpy", "paramiko", "jinja2", "submitit", "rich"} == set()
-    )
-
-
-def test_submit_loads_no_torch_and_no_ssh(startup_modules: set[str], tmp_path: Path) -> None:
-    (tmp_path / "script.py").touch()
-    modules = (
-        loaded("-c", after_main("submit", "--dry-run", "script.py"), cwd=tmp_path) - startup_modules
-    )
-    assert "jinja2" in modules
-    assert top_levels(modules) & {"torch", "numpy", "paramiko", "submitit", "rich"} == set()
-
-
-def test_modules_that_submit_to_slurm_here_load_no_ssh(
-    startup_modules: set[str],
-) -> None:
-    names = "clusterjob.backends.slurm.backend, clusterjob.backends.slurm.submit"
-    modules = loaded("-c", f"import {names}, clusterjob.core.jobs\n{REPORT}") - startup_modules
-    assert top_levels(modules) & {"torch", "numpy", "paramiko", "msgspec", "rich"} == set()
-    assert not {name for name in modules if name.startswith("clusterjob.remote")}
-
-
-def test_connection_loads_paramiko_without_invoke(startup_modules: set[str]) -> None:
-    text = (
-        "from clusterjob.remote import connect\n"
-        "with connect._without_invoke(): from clusterjob.remote import paramiko_transport"
-    )
-    modules = loaded("-c", f"{text}\n{REPORT}") - startup_modules
-    assert "paramiko" in top_levels(modules)
-    assert top_levels(modules) & {"invoke", "yaml", "unittest"} == set()
-
-
-def test_records_load_no_environment_families(startup_modules: set[str]) -> None:
-    """`list` reads records; each family would make it slower."""
-    modules = loaded("-c", f"import clusterjob.core.records\n{REPORT}") - startup_modules
-    assert not {name for name in modules if name.startswith("clusterjob.node.environments.")}
 
 
 def test_launch_loads_no_submission_modules(startup_modules: set[str]) -> None:
@@ -205,80 +164,38 @@ def test_import_for_users_loads_only_allowed_modules(
     assert "asyncio" not in modules
 
 
-@pytest.mark.parametrize("name", sorted(clusterjob.__all__))
-def test_public_name_exists_and_loads_no_heavy_modules(
-    startup_modules: set[str], name: str
+@pytest.mark.parametrize(("code", "wanted", "unwanted"), IMPORTS)
+def test_entry_point_loads_nothing_that_it_does_not_need(
+    startup_modules: set[str], code: str, wanted: set[str], unwanted: set[str]
 ) -> None:
-    modules = (
-        loaded("-c", f"import clusterjob\nassert clusterjob.{name} is not None\n{REPORT}")
-        - startup_modules
-    )
-    assert third_party(modules) <= {"platformdirs"}
-    assert "asyncio" not in modules
+    modules = loaded("-c", code) - startup_modules
+    assert wanted <= modules
+    within = tuple(f"{name}." for name in unwanted)
+    assert not {name for name in modules if name in unwanted or name.startswith(within)}
+
+
+def test_bootstrap_import_does_not_load_typing() -> None:
+    """It would take most of the time. -S, because .pth files of an environment may import it."""
+    modules = loaded("-S", "-c", f"import clusterjob.bootstrap\n{REPORT}")
+    assert not modules & {"typing", "importlib.metadata", "torch"}
 
 
 def test_unknown_public_name_raises_attribute_error() -> None:
     with pytest.raises(AttributeError, match="no_such_name"):
         _ = clusterjob.no_such_name
-    assert set(clusterjob.__all__) >= {
-        "JobSpec",
-        "JobState",
-        "Program",
-        "Resources",
-        "Topology",
-        "Worker",
-        "__version__",
-    }
 
 
-def test_node_modules_load_only_standard_library() -> None:
+def test_node_modules_load_only_standard_library_and_node_half() -> None:
     """Site-packages is disabled, so that an import of a third-party module fails."""
     names = ["clusterjob.bootstrap", *NODE_MODULES]
-    assert {"clusterjob.node", "clusterjob.node.launch", "clusterjob.worker.call"} <= {*names}
-    modules = loaded(
-        "-I",
-        "-S",
-        "-c",
-        f"import sys; sys.path.insert(0, {str(SOURCE)!r})\nimport {', '.join(names)}\n{REPORT}",
-    )
+    code = f"import sys; sys.path.insert(0, {str(SOURCE)!r})\nimport {', '.join(names)}\n{REPORT}"
+    modules = loaded("-I", "-S", "-c", code)
     assert third_party(modules) == set()
     assert not top_levels(modules) & {"pip", "ensurepip", "tkinter"}
+    halves = {".".join(name.split(".")[:2]) for name in modules if name.startswith("clusterjob.")}
+    assert halves == {f"clusterjob.{name}" for name in ("bootstrap", "errors", "node", "worker")}
 
 
-def test_node_modules_load_no_third_party_modules_if_installed(startup_modules: set[str]) -> None:
-    names = "clusterjob.bootstrap, clusterjob.node.launch, clusterjob.node.agent.agent"
-    modules = loaded("-c", f"import {names}\n{REPORT}") - startup_modules
-    assert third_party(modules) == set()
-
-
-def test_node_modules_import_no_submission_modules() -> None:
-    names = "clusterjob.node.launch, clusterjob.node.agent.agent, clusterjob.node.zip.main"
-    code = f"import sys; sys.path.insert(0, {str(SOURCE)!r}); import {names}\n{REPORT}"
-    modules = {name for name in loaded("-I", "-S", "-c", code) if name.startswith("clusterjob")}
-    allowed = ("clusterjob.node", "clusterjob.errors")
-    assert all(name == "clusterjob" or name.startswith(allowed) for name in modules), modules
-
-
-def test_each_module_can_be_imported_first() -> None:
-    """No module imports itself through others, so that the order of imports does not matter."""
-    graph = {name: imported(path) for name, path in MODULES.items()}
-    assert "clusterjob.node.options" in graph["clusterjob.node.launch"]
-    graphlib.TopologicalSorter(graph).prepare()  # raises CycleError
-    assert "typer" in loaded("-W", "error", "-c", f"import {', '.join(sorted(MODULES))}\n{REPORT}")
-
-
-def test_bootstrap_import_does_not_load_typing() -> None:
-    """`typing` would take most of the import time.
-
-    -S, because .pth files of an environment may import it.
-    """
-    code = (
-        "import sys, clusterjob.bootstrap; "
-        "sys.exit(sorted({'typing', 'importlib.metadata', 'torch'} & sys.modules.keys()) or 0)"
-    )
-    assert (
-        subprocess.run(
-            [sys.executable, "-S", "-c", code], capture_output=True, text=True, check=False
-        ).stderr
-        == ""
-    )
+def test_each_module_can_be_imported() -> None:
+    code = f"import {', '.join(sorted(MODULES))}\n{REPORT}"
+    assert loaded("-W", "error", "-c", code) >= MODULES

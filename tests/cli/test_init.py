@@ -14,9 +14,9 @@ import pytest
 from doctoring import CLUSTERJOB, PACKAGE, doctor, light_torch
 from hypothesis import given
 from hypothesis import strategies as st
+from launching import write_tree
 from procs import TEST_TIMEOUT
-from ssh_network import SshNetwork, python_without_torch
-from sshsite import Site
+from ssh_network import python_without_torch
 
 from clusterjob.core import config_files, interpreters
 from clusterjob.core.proposals import Proposal, profile_lines, toml_value
@@ -111,13 +111,10 @@ def test_hosts_of_ssh_configuration_are_offered_as_comments(place: Path) -> None
     assert "found hosts of the SSH configuration: gpu1, gpu2" in done.stderr
     text = (place / FILE).read_text()
     assert '# hosts = "gpu1,gpu2' in text
-    assert "touch" not in text
-    assert "\x1b" not in text
+    assert ("touch" in text, "\x1b" in text) == (False, False)
     assert set(written(place)["clusters"]) == {"local"}
     # A user who removes the marks gets a file that loads.
-    lines = [
-        line.removeprefix("# ") for line in text.splitlines()[5:] if "= " in line or "[" in line
-    ]
+    lines = [line.removeprefix("# ") for line in text.splitlines()[5:] if re.search(r"= |\[", line)]
     (place / FILE).write_text("\n".join(line for line in lines if not line.startswith("this")))
     assert set(written(place)["clusters"]) == {"local", "hpc", "ssh", "mlp"}
 
@@ -151,12 +148,11 @@ def test_interpreters_of_uv_venv_and_conda_are_found(
     place: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     home = place.parent / "home"
+    python = "#!/bin/sh\nexit 1\n"
+    conda = {".conda/environments.txt": f"{home}/listed\n{home}/gone\n"}
+    write_tree(home, **{"active/bin/python": python, "listed/bin/python": python}, **conda)
     for name in ("active", "listed"):
-        (home / name / "bin").mkdir(parents=True)
-        (home / name / "bin/python").write_text("#!/bin/sh\nexit 1\n")
         (home / name / "bin/python").chmod(0o755)
-    (home / ".conda").mkdir()
-    (home / ".conda/environments.txt").write_text(f"{home}/listed\n{home}/gone\n")
     monkeypatch.setenv("CONDA_PREFIX", str(home / "active"))
     found = interpreters.find(place, os.environ)
     assert (found[0].path, found[0].has_torch) == (str(place / ".venv/bin/python"), True)
@@ -173,8 +169,8 @@ def test_uv_is_offered_as_a_comment_that_can_be_uncommented(place: Path) -> None
     assert "uv = true" not in (place / FILE).read_text(), "there is no uv.lock"
     (place / "uv.lock").write_text("version = 1\n")
     init("--yes", "--force")
-    text = (place / FILE).read_text()
     assert "uv" not in written(place).get("defaults", {})
+    text = (place / FILE).read_text()
     (place / FILE).write_text(text.replace("# uv = true", "uv = true"))
     assert written(place)["defaults"] == {"uv": True}
 
@@ -216,47 +212,6 @@ def test_without_a_terminal_yes_is_required(place: Path) -> None:
     assert "there is no terminal to ask" in done.stderr
     assert "hint: --yes takes what is found" in done.stderr
     assert not (place / FILE).exists()
-
-
-@pytest.mark.root
-def test_full_disk_is_one_line(place: Path, tmp_path: Path) -> None:
-    assert place
-    small = tmp_path / "small"
-    small.mkdir()
-    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=4k", "tmpfs", small], check=True)
-    try:
-        (small / "all").write_bytes(b"x" * 4096)
-        done = init("--yes", code=2, cwd=small)
-        assert "clusterjob.toml cannot be written: No space left on device" in done.stderr
-        assert "hint: `df " in done.stderr
-        assert [path.name for path in small.iterdir()] == ["all"]
-    finally:
-        subprocess.run(["umount", small], check=True)
-
-
-@pytest.mark.slow
-@pytest.mark.usefixtures("ssh_network")
-def test_hosts_that_the_user_names_pass_doctor(
-    site: Site, ssh_network: SshNetwork, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    for name in ("gpu1", "gpu2"):
-        subprocess.run(["rm", "-rf", ssh_network.hosts[name].home / "lib"], check=True)
-        light_torch(ssh_network.hosts[name].home / "lib")
-    user = Path(os.environ["XDG_CONFIG_HOME"]) / "clusterjob/config.toml"
-    user.parent.mkdir(parents=True, exist_ok=True)
-    user.write_text(
-        "[defaults]\nsetup = ['export PYTHONPATH=\"$HOME/lib\"']\n"
-        f"python = {toml_value(str(site.python))}\n"
-        f"set.ssh_config = {toml_value(str(ssh_network.config))}\n"
-    )
-    monkeypatch.chdir(site.directory)
-    init(answers="ssh\ngpu[1-2\ngpu[1-2]\n\n")
-    data = written(site.directory)
-    assert data["cluster"] == "ssh"
-    assert data["clusters"]["ssh"] == {"backend": "ssh", "hosts": "gpu[1-2]"}
-    found = doctor(cwd=site.directory)
-    assert found.fit, found
-    assert found.message("reached").startswith("gpu1 (root@10.77.0.1:22), gpu2")
 
 
 # -- TOML ------------------------------------------------------------------------------------------

@@ -9,8 +9,8 @@ import sys
 from pathlib import Path
 
 import pytest
-from commands import CLUSTERJOB
-from ssh_network import python_without_torch
+from commands import CLUSTERJOB, command
+from screens import Tmux
 from terminals import Terminal, show
 
 from clusterjob.cli import output
@@ -21,6 +21,7 @@ from clusterjob.node.logs.console import LiveLines
 from clusterjob.node.logs.log_files import LogLine, LogReader, Timeline, node_directory
 from clusterjob.node.verdict import JobState, Verdict
 
+pytestmark = pytest.mark.usefixtures("plain_python")
 LAUNCH = [sys.executable, "-S", "-m", "clusterjob", "launch"]
 BAR = """
 import os, sys, time
@@ -36,62 +37,19 @@ print("over", file=sys.stderr)
 """
 
 
-@pytest.fixture(autouse=True)
-def _plain_python(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let jobs use an interpreter without torch, which starts ten times faster."""
-    monkeypatch.setenv("CLUSTERJOB_PYTHON", str(python_without_torch(tmp_path)))
-
-
-@pytest.mark.parametrize("command", [[*CLUSTERJOB, "run"], LAUNCH], ids=["run", "launch"])
-def test_progress_bars_of_two_ranks_change_in_place(tmp_path: Path, command: list[str]) -> None:
+@pytest.mark.parametrize("start", [[*CLUSTERJOB, "run"], LAUNCH], ids=["run", "launch"])
+def test_progress_bars_of_two_ranks_change_in_place(tmp_path: Path, start: list[str]) -> None:
     (tmp_path / "train.py").write_text(BAR)
-    with Terminal([*command, "--nproc-per-node", "2", "train.py"], cwd=tmp_path) as terminal:
-        for rank in (b"0", b"1"):
-            terminal.read_until(b"[%s]  70%%|#######   | rank %s" % (rank, rank))
+    with Tmux(tmp_path, columns=100) as screen:
+        screen.start([*start, "--nproc-per-node", "2", "train.py"])
+        for rank in (0, 1):
+            screen.wait_for(f"[{rank}]  70%|#######   | rank {rank}")
         (tmp_path / "go").touch()
-        assert terminal.finish() == 0
-    final = rendered(terminal.shown.decode())
-    assert [line for line in final if "70%" in line] == [], "a bar's old states are taken away"
-    for rank in "01":
-        assert f"[{rank}] 100%|##########| rank {rank}over" in final
-        assert f"[{rank}] half of {rank}" in final
-
-
-def rendered(text: str) -> list[str]:
-    """Return the lines on a terminal's screen after it has shown this text.
-
-    It understands only what the live lines use: CR, LF, cursor up, erase.
-    """
-    lines, row, column = [""], 0, 0
-    for token in re.findall(r"\x1b\[[0-9;?]*[A-Za-z]|[\r\n]|[^\x1b\r\n]+", text):
-        if token == "\n":
-            row += 1
-            lines += [""] * (row + 1 - len(lines))
-        elif token == "\r":
-            column = 0
-        elif token.endswith("A"):
-            row -= int(token[2:-1] or 1)
-        elif token.endswith("J"):
-            lines[row:] = [lines[row][:column]]
-        elif token.endswith("K"):
-            lines[row] = "" if token == "\x1b[2K" else lines[row][:column]
-        elif not token.startswith("\x1b"):
-            lines[row] = (
-                lines[row][:column].ljust(column) + token + lines[row][column + len(token) :]
-            )
-            column += len(token)
-    return lines
-
-
-def test_prompt_without_newline_is_shown(tmp_path: Path) -> None:
-    (tmp_path / "train.py").write_text(
-        "import os, sys, time\nsys.stdout.write('name? ')\nsys.stdout.flush()\n"
-        "while not os.path.exists('go'):\n    time.sleep(0.01)\n"
-    )
-    with Terminal([*CLUSTERJOB, "run", "train.py"], cwd=tmp_path) as terminal:
-        terminal.read_until(b"name? ")
-        (tmp_path / "go").touch()
-        assert terminal.finish() == 0
+        for rank in (0, 1):
+            shown = screen.wait_for(f"[{rank}] 100%|##########| rank {rank}over")
+    assert "70%" not in shown, "a bar's old states are taken away"
+    for rank in (0, 1):
+        assert f"[{rank}] half of {rank}" in shown
 
 
 @pytest.mark.parametrize("columns", [10, 40])
@@ -114,16 +72,13 @@ live.clear()
         for line in first[:-1]
     )
     assert "\x1b]" not in text
-    assert rendered(text)[-1] == ""
+    assert text.endswith("\r\x1b[J")
 
 
 def test_output_to_pipe_has_no_live_lines(tmp_path: Path) -> None:
-    import subprocess
-
     (tmp_path / "go").touch()
     (tmp_path / "train.py").write_text(BAR)
-    command = [*CLUSTERJOB, "run", "--nproc-per-node", "2", "train.py"]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
+    done = command(tmp_path, "run", "--nproc-per-node", "2", "train.py")
     assert "\x1b" not in done.stdout + done.stderr
     assert "70%" not in done.stderr
 
@@ -215,11 +170,10 @@ def test_ctrl_c_prints_one_traceback_of_the_script(tmp_path: Path) -> None:
     )
     argv = [*CLUSTERJOB, "run", "--nproc-per-node", "2", "train.py"]
     with Terminal(argv, cwd=tmp_path, controlling=True) as terminal:
-        terminal.read_until(b"[0] up0")
-        terminal.read_until(b"[1] up1")
+        for rank in (b"0", b"1"):
+            terminal.read_until(b"[%s] up%s" % (rank, rank))
         terminal.type(b"\x03")
         assert terminal.finish() == 130
     text = terminal.shown.decode()
     assert text.count("Traceback (most recent call last)") == 1
-    assert text.count("train.py") == 1
-    assert text.count('File "') == 1, text
+    assert text.count('File "') == text.count("train.py") == 1, text

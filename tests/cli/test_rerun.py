@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import json
 import os
-import shlex
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import commands
 import pytest
+from launching import write_tree
 
-from clusterjob.core import job_settings, jobs, rerun
+from clusterjob.core import job_settings, rerun
 from clusterjob.core.job_secrets import Secret
 from clusterjob.core.records import Record, Records, home
 from clusterjob.core.spec import JobSpec
@@ -25,16 +24,20 @@ SCRIPT = "import os, sys; print(sys.argv[1:], os.environ['PUBLIC'], os.environ['
 
 
 @pytest.fixture
-def work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def work(tmp_path: Path, plain_python: str) -> Path:
     """Return a directory with a script; the interpreter of jobs starts fast, without torch."""
-    python = tmp_path / "python"
-    python.write_text(f'#!/bin/sh\nexec {shlex.quote(sys.executable)} -S "$@"\n')
-    python.chmod(0o755)
-    monkeypatch.setenv("CLUSTERJOB_PYTHON", str(python))
-    directory = tmp_path / "work"
-    directory.mkdir()
-    (directory / "script.py").write_text(SCRIPT)
-    return directory
+    write_tree(tmp_path / "work", **{"script.py": SCRIPT})
+    return tmp_path / "work"
+
+
+def submitted(work: Path, *words: str, **env: str) -> str:
+    """Submit a job or repeat one, and wait for its end; return its id."""
+    job_id = command(work, *words, **env).strip()
+    command(work, "wait", job_id)
+    return job_id
+
+
+SUBMIT = ("submit", "--cluster", "local")
 
 
 def command(work: Path, *words: str, code: int = 0, **env: str) -> str:
@@ -43,20 +46,14 @@ def command(work: Path, *words: str, code: int = 0, **env: str) -> str:
 
 
 def test_rerun_repeats_program_environment_and_asks_for_secrets_again(work: Path) -> None:
-    options = ("--cluster", "local", "--env", "PUBLIC=yes", "--secret", "TOKEN")
-    first = command(work, "submit", *options, "script.py", "--lr", "a b", TOKEN="one").strip()
-    command(work, "wait", first)
+    options = ("--env", "PUBLIC=yes", "--secret", "TOKEN")
+    first = submitted(work, *SUBMIT, *options, "script.py", "--lr", "a b", TOKEN="one")
     assert "--secret TOKEN: it is not set here" in command(work, "rerun", first, code=2)
     (work / "token").write_text("two\n")
-    second = command(work.parent, "rerun", "@", "--secret", "TOKEN=work/token").strip()
-    assert second.startswith("script-")
-    assert second != first
-    command(work, "wait", "@")
+    second = submitted(work.parent, "rerun", "@", "--secret", "TOKEN=work/token")
+    assert (second.startswith("script-"), second == first) == (True, False)
     assert command(work, "logs") == "['--lr', 'a b'] yes twotwo\n"
-    saved = (Records().directory / f"{second}.json").read_text()
-    assert "two" not in saved
-    listed = json.loads(command(work, "list", "--json"))["jobs"]
-    assert [job["id"] for job in listed] == [second, first]
+    assert "two" not in (Records().directory / f"{second}.json").read_text()
     work.rename(work.parent / "moved")
     error = command(work.parent, "rerun", first, code=2, TOKEN="x")
     assert f"the working directory '{work}' does not exist" in error
@@ -64,13 +61,12 @@ def test_rerun_repeats_program_environment_and_asks_for_secrets_again(work: Path
 
 
 def test_rerun_names_the_new_job_if_stdout_is_full(work: Path) -> None:
-    first = command(work, "submit", "--cluster", "local", "--", "true").strip()
-    argv = [sys.executable, "-m", "clusterjob", "rerun", first]
+    first = submitted(work, *SUBMIT, "--", "true")
+    argv = [*commands.CLUSTERJOB, "rerun", first]
     with open("/dev/full", "w") as full:
         done = subprocess.run(
             argv, cwd=work, stdout=full, stderr=subprocess.PIPE, text=True, check=False
         )
-    command(work, "wait", first)
     second = Records().find("@").job_id
     assert (done.returncode, second == first) == (1, False)
     assert f"hint: the job runs; its id is {second}" in done.stderr
@@ -78,19 +74,15 @@ def test_rerun_names_the_new_job_if_stdout_is_full(work: Path) -> None:
 
 
 def test_rerun_runs_the_code_that_was_submitted_and_clean_frees_it(work: Path) -> None:
-    (work / "helper.py").write_text("value = 'old'\n")
-    (work / "script.py").write_text("import helper; print(helper.value)\n")
-    first = command(work, "submit", "--cluster", "local", "script.py").strip()
-    command(work, "wait", first)
-    (work / "helper.py").write_text("value = 'new'\n")
-    (work / "script.py").write_text("print('new')\n")
-    second = command(work, "rerun", first).strip()
-    command(work, "wait", second)
+    write_tree(work, **{"helper.py": "value = 'old'\n"})
+    write_tree(work, **{"script.py": "import helper; print(helper.value)\n"})
+    first = submitted(work, *SUBMIT, "script.py")
+    write_tree(work, **{"helper.py": "value = 'new'\n", "script.py": "print('new')\n"})
+    second = submitted(work, "rerun", first)
     assert command(work, "logs", second) == "old\n"
     assert Records().find(second).code == Records().find(first).code
     command(work, "clean", first, "--yes")
-    third = command(work, "rerun", second).strip()
-    command(work, "wait", third)
+    third = submitted(work, "rerun", second)
     assert command(work, "logs", third) == "old\n", "another job still uses the code"
     for blob in (home() / "store").glob("*/*"):
         os.utime(blob, (0, 0))
@@ -102,15 +94,13 @@ def test_rerun_runs_the_code_that_was_submitted_and_clean_frees_it(work: Path) -
 def test_rerun_needs_no_current_file(work: Path, program: list[str]) -> None:
     (work / "script.py").write_text("print('submitted')\n")
     (work / "script.sh").write_text("python script.py || echo submitted\n")
-    first = command(work, "submit", "--cluster", "local", *program).strip()
-    command(work, "wait", first)
+    first = submitted(work, *SUBMIT, *program)
     for path in work.glob("script.*"):
         path.unlink()
-    second = command(work, "rerun", first).strip()
-    command(work, "wait", second)
+    second = submitted(work, "rerun", first)
     assert command(work, "logs", second).splitlines()[-1] == "submitted"
-    work.joinpath("script.py").write_text("not Python\n")
-    command(work, "wait", command(work, "rerun", first).strip())
+    (work / "script.py").write_text("not Python\n")
+    assert submitted(work, "rerun", first)
 
 
 def test_rerun_without_the_recorded_code_is_refused(work: Path) -> None:
@@ -143,18 +133,20 @@ def recorded(work: Path, spec: JobSpec, **fields: Any) -> Record:
     return record
 
 
-def test_failed_job_is_repeated_and_successful_one_is_refused(work: Path) -> None:
-    record = recorded(work, spec_of(work))
-    with pytest.raises(UsageError, match="has failed: it is SUCCEEDED"):
-        rerun.plan(record, (), failed=True)
+@pytest.mark.parametrize(
+    ("secrets", "failed", "message"),
+    [((), True, "has failed: it is SUCCEEDED"), ([Secret("OTHER")], False, "has no such secret")],
+)
+def test_rerun_of_what_the_job_does_not_have_is_refused(
+    work: Path, secrets: list[Secret], failed: bool, message: str
+) -> None:
+    with pytest.raises(UsageError, match=message):
+        rerun.plan(recorded(work, spec_of(work)), secrets, failed=failed)
+
+
+def test_failed_job_is_repeated(work: Path) -> None:
     record = recorded(work, spec_of(work), state=JobState.FAILED, code=3)
     assert rerun.plan(record, (), failed=True).spec.program.target == "script.py"
-
-
-def test_secret_that_job_does_not_have_is_refused(work: Path) -> None:
-    record = recorded(work, spec_of(work))
-    with pytest.raises(UsageError, match="has no such secret"):
-        rerun.plan(record, [Secret("OTHER")], failed=False)
 
 
 def test_pickled_calls_are_copied(work: Path) -> None:
@@ -176,19 +168,8 @@ def test_elements_to_repeat_keep_their_indices_and_values(work: Path) -> None:
         JobSpec(Program("script", "script.py"), work, sweep=("lr=1,2,3,4",), only=(4,))
 
 
-def test_spec_of_older_version_repeats_all_elements(work: Path) -> None:
-    data = spec_of(work).to_json()
-    assert "only" not in data
-    assert JobSpec.from_json(data).only == ()
-
-
-def test_settings_of_record_are_used_without_configuration(
-    work: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_settings_of_record_are_used_without_configuration(work: Path) -> None:
     """The job's cluster may be a profile that does not exist any more."""
-    submitted: list[str] = []
     record = recorded(work, spec_of(work, max_restarts=2, env=["A=b"]))
-    monkeypatch.setattr(jobs, "submit", lambda *_, **__: submitted.append("x"))
     planned = rerun.plan(record, (), failed=False)
     assert (planned.spec.max_restarts, dict(planned.spec.env)) == (2, {"A": "b"})
-    assert submitted == []

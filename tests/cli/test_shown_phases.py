@@ -10,11 +10,11 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from commands import CLUSTERJOB
+from commands import CLUSTERJOB, command
+from launching import write_tree
 from procs import TEST_TIMEOUT, wait_until
 from screens import Tmux
-from ssh_network import python_without_torch
-from terminals import Terminal
+from terminals import Terminal, show
 
 from clusterjob.backends.base import JobPhase, JobProgress, Status
 from clusterjob.cli import colours, watch_status
@@ -30,21 +30,13 @@ SCRIPT = f"import os, time\nprint('hello', flush=True)\n{WAIT.format('end')}prin
 SLOW_NODE = '[ "$CLUSTERJOB_NODE_RANK" = 0 ] || until [ -e node ]; do sleep 0.05; done'
 
 
-@pytest.fixture(autouse=True)
-def _interpreter(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let jobs use an interpreter without torch, which starts ten times faster."""
-    monkeypatch.setenv("CLUSTERJOB_PYTHON", str(python_without_torch(tmp_path)))
+@pytest.fixture
+def work(tmp_path: Path, plain_python: str, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Return a directory with the script, and a torch whose import waits."""
     monkeypatch.setenv("TERM", "xterm")
     monkeypatch.delenv("NO_COLOR", raising=False)
-
-
-@pytest.fixture
-def work(tmp_path: Path) -> Path:
-    """Return a directory with the script, and a torch whose import waits."""
     place = tmp_path / "work"
-    (place / "slow" / "torch").mkdir(parents=True)
-    (place / "slow" / "torch" / "__init__.py").write_text(TORCH)
-    (place / "train.py").write_text(SCRIPT)
+    write_tree(place, **{"slow/torch/__init__.py": TORCH, "train.py": SCRIPT})
     return place
 
 
@@ -54,11 +46,11 @@ def slow(work: Path, *words: str) -> list[str]:
     return [*words, "--nodes", "2", "--env", path, "--setup", SLOW_NODE, "train.py"]
 
 
-@pytest.mark.parametrize("command", ["run", "follow", "watch"])
-def test_terminal_shows_each_phase(work: Path, command: str) -> None:
-    start = RUN if command == "run" else [*CLUSTERJOB, "submit", "--cluster", "local"]
-    argv = slow(work, *start, *(["--follow"] if command == "follow" else []))
-    if command == "watch":
+@pytest.mark.parametrize("how", ["run", "follow", "watch"])
+def test_terminal_shows_each_phase(work: Path, how: str) -> None:
+    start = RUN if how == "run" else [*CLUSTERJOB, "submit", "--cluster", "local"]
+    argv = slow(work, *start, *(["--follow"] if how == "follow" else []))
+    if how == "watch":
         job_id = subprocess.check_output(argv, cwd=work, text=True).strip()
         argv = [*CLUSTERJOB, "status", "--watch", job_id]
     with Terminal(argv, cwd=work, columns=150) as terminal:
@@ -71,81 +63,73 @@ def test_terminal_shows_each_phase(work: Path, command: str) -> None:
         assert terminal.finish() == 0
     shown = terminal.shown.decode()
     assert "SUCCEEDED" in shown.rpartition("running")[2]
-    assert "\x1b[?25l" not in shown or command == "watch"
+    assert "\x1b[?25l" not in shown or how == "watch"
 
 
 def test_pipe_gets_one_plain_line_per_phase(work: Path) -> None:
-    shown = work / "err"
-    with (work / "out").open("wb") as out, shown.open("wb") as err:
+    out, err = work / "out", work / "err"
+    with out.open("wb") as stdout, err.open("wb") as stderr:
         process = subprocess.Popen(
-            slow(work, *RUN), cwd=work, stdin=subprocess.DEVNULL, stdout=out, stderr=err
+            slow(work, *RUN), cwd=work, stdin=subprocess.DEVNULL, stdout=stdout, stderr=stderr
         )
-    wait_until(lambda: "waiting for node 1" in shown.read_text(), TEST_TIMEOUT, "the reason")
-    (work / "node").touch()
-    wait_until(lambda: "importing torch" in shown.read_text(), TEST_TIMEOUT, "the import")
-    assert "importing torch" in subprocess.check_output([*CLUSTERJOB, "status"], text=True)
-    (work / "import").touch()
-    wait_until(lambda: ": running" in shown.read_text(), TEST_TIMEOUT, "running")
-    (work / "end").touch()
+    for shown, file in (
+        ("waiting for node 1", "node"),
+        ("importing torch", "import"),
+        (": running", "end"),
+    ):
+        wait_until(lambda shown=shown: shown in err.read_text(), TEST_TIMEOUT, shown)
+        if file == "import":
+            [job] = json.loads(command(work, "status", "--json").stdout)["jobs"]
+            assert (job["progress"]["phase"], job["progress"]["seconds"] >= 0) == ("import", True)
+        (work / file).touch()
     assert process.wait(TEST_TIMEOUT) == 0
-    printed = set((work / "out").read_text().splitlines())
-    assert {line.partition("] ")[2] for line in printed} == {"hello", "bye"}
-    text = shown.read_text()
-    assert "\x1b" not in text
-    assert "\r" not in text
+    assert {line.partition("] ")[2] for line in out.read_text().splitlines()} == {"hello", "bye"}
+    text = err.read_text()
+    assert not {"\x1b", "\r"} & {*text}
     lines = text.splitlines()
     assert len(set(lines)) == len(lines)
-    phases = ["1 of 2 nodes joined", "importing torch", "running"]
-    found = [line for line in lines if line.removeprefix("clusterjob: ") in phases]
-    assert found == [f"clusterjob: {phase}" for phase in phases]
+    names = ("1 of 2 nodes joined", "importing torch", "running")
+    phases = [f"clusterjob: {name}" for name in names]
+    assert [line for line in lines if line in phases] == phases
     assert lines[-1].endswith("SUCCEEDED")
 
 
 def test_dumb_terminal_gets_plain_lines(work: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TERM", "dumb")
     (work / "end").touch()
-    with Terminal([*RUN, "train.py"], cwd=work) as terminal:
-        assert terminal.finish() == 0
-    assert b"\x1b" not in terminal.shown
-    assert b"clusterjob: starting the agents" in terminal.shown
+    code, shown = show([*RUN, "train.py"], cwd=work)
+    assert (code, "\x1b" in shown) == (0, False)
+    assert "clusterjob: starting the agents" in shown
 
 
 def test_status_watch_without_terminal_prints_table_when_phase_changes(work: Path) -> None:
-    submit = [*CLUSTERJOB, "submit", "--cluster", "local", "train.py"]
-    job_id = subprocess.check_output(submit, cwd=work, text=True).strip()
+    job_id = command(work, "submit", "--cluster", "local", "train.py").stdout.strip()
     watch = [*CLUSTERJOB, "status", "--watch", job_id]
     lines = []
     with subprocess.Popen(watch, cwd=work, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
         for line in process.stdout:
-            lines.append(line.rstrip())
-            if line.rstrip().endswith("  running"):
-                shown = subprocess.check_output([*CLUSTERJOB, "status", "--json", job_id])
-                progress = json.loads(shown)["jobs"][0]["progress"]
-                assert (progress["phase"], progress["total"]) == ("start", 1)
-                assert progress["seconds"] >= 0
+            lines.append(line)
+            if line.endswith("  running\n"):
                 (work / "end").touch()
-    assert process.wait(TEST_TIMEOUT) == 0
+    assert process.returncode == 0
     tables = [line for line in lines if line.startswith(job_id)]
     assert len(set(tables)) == len(tables)
-    refused = subprocess.run(
-        [*CLUSTERJOB, "status", "--watch", "--json"], capture_output=True, text=True, check=False
-    )
-    assert (refused.returncode, "--json and --watch" in refused.stderr) == (2, True)
 
 
-def test_narrow_table_leaves_out_columns_for_the_phase() -> None:
+@pytest.mark.parametrize(
+    ("width", "columns"),
+    [(64, ["id", "state", "code", "duration"]), (20, ["id", "state"])],
+)
+def test_narrow_table_leaves_out_columns_for_the_phase(width: int, columns: list[str]) -> None:
     row = ListRow("train-e7trvw", "RUNNING", "", "2", "hpc", "2026-01-01T00:00:00Z", "")
-    assert "nodes" in watch_status._columns_for([row], 100)
-    assert watch_status._columns_for([row], 64) == ["id", "state", "code", "duration"]
-    assert watch_status._columns_for([row], 20) == ["id", "state"]
+    assert watch_status._columns_for([row], width) == columns
 
 
 def test_terminal_keeps_reason_of_restart(work: Path) -> None:
     (work / "fails.py").write_text("import time; time.sleep(2); raise SystemExit(3)\n")
-    with Terminal([*RUN, "--max-restarts", "1", "fails.py"], cwd=work, columns=150) as terminal:
-        assert terminal.finish() == 3
-    shown = terminal.shown.decode()
+    code, shown = show([*RUN, "--max-restarts", "1", "fails.py"], cwd=work, columns=150)
+    assert code == 3
     assert shown.count("clusterjob: restart 1: rank 0 (node 0, ") == 1
     assert "after 1 restart" in shown.partition("clusterjob: restart 1")[2]
 
@@ -225,27 +209,24 @@ def test_verdict_on_terminal_is_coloured_unless_no_color(
 ) -> None:
     monkeypatch.setenv("NO_COLOR", no_color)
     (work / "train.py").write_text("raise ValueError('boom')\n")
-    with Terminal([*RUN, "train.py"], cwd=work) as terminal:
-        assert terminal.finish() == 1
-    assert (b"\x1b[1m\x1b[31mFAILED\x1b[0m: rank 0" in terminal.shown) == coloured
-    assert (b"\x1b[31m  | ValueError: boom\x1b[0m" in terminal.shown) == coloured
-    assert (b"\x1b[3" in terminal.shown) == coloured
-
-
-def failure(rank: int | None, *, effect: bool) -> Failure:
-    return Failure(rank, rank, 3, "h", 1, None, message="boom", effect=effect)
+    code, shown = show([*RUN, "train.py"], cwd=work)
+    assert code == 1
+    for part in ("\x1b[1m\x1b[31mFAILED\x1b[0m: rank 0", "\x1b[31m  | ValueError: boom\x1b[0m"):
+        assert (part in shown) == coloured
+    assert ("\x1b[3" in shown) == coloured
 
 
 def test_consequences_are_folded_into_ranges() -> None:
-    ranks = [rank for rank in range(300) if rank != 5]
-    verdict = Verdict(
-        JobState.FAILED,
-        1,
-        reason="r",
-        consequences=tuple(failure(rank, effect=True) for rank in (*ranks, None)),
+    failures = (
+        Failure(rank, rank, 3, "h", 1, None, message="boom", effect=True)
+        for rank in (*range(5), *range(6, 300), None)
     )
+    verdict = Verdict(JobState.FAILED, 1, reason="r", consequences=tuple(failures))
     text = "  299 ranks and 1 node failed as a consequence: 0-4, 6-299, node 3"
     assert verdict.text() == f"FAILED: r\n{text}"
+
+
+def test_verdict_in_colours_has_no_other_control_characters() -> None:
     shown = colours.verdict_text(Verdict(JobState.CANCELLED, 143, reason="\x1b[2J"), coloured=True)
     assert shown == "\x1b[1m\x1b[33mCANCELLED\x1b[0m: \\x1b[2J"
 
@@ -287,19 +268,21 @@ def test_clock_adds_time_restarts_and_silence(monkeypatch: pytest.MonkeyPatch) -
     moment = 100.0
     monkeypatch.setattr("time.monotonic", lambda: moment)
     clock = PhaseClock()
-    running = JobProgress(JobPhase.RUNNING, 8, 8)
-    assert clock.text(Status(JobState.RUNNING, progress=running)) == "running"
-    assert "import" in clock.text(Status(JobState.RUNNING, progress=JobProgress(JobPhase.IMPORT)))
-    moment = 103.0
-    assert clock.text(Status(JobState.PENDING, "Resources")) == "queued: Resources"
-    moment = 105.0
-    assert clock.text(Status(JobState.PENDING, "Resources")) == "queued: Resources (2 s)"
-    status = Status(JobState.RUNNING, progress=running, restarts=1)
-    assert clock.text(status) == "running 0 s, restart 1"
-    moment = 108.0
-    assert clock.text(status) == "running 3 s, restart 1"
+    progress = JobProgress(JobPhase.RUNNING, 8, 8)
+    running = Status(JobState.RUNNING, progress=progress)
+    again = replace(running, restarts=1)
+    queued = Status(JobState.PENDING, "Resources")
+    for moment, status, text in (  # noqa: B007  `time.monotonic` returns it
+        (100.0, running, "running"),
+        (100.0, Status(JobState.RUNNING, progress=JobProgress(JobPhase.IMPORT)), "importing torch"),
+        (103.0, queued, "queued: Resources"),
+        (105.0, queued, "queued: Resources (2 s)"),
+        (105.0, again, "running 0 s, restart 1"),
+        (108.0, again, "running 3 s, restart 1"),
+    ):
+        assert clock.text(status) == text
     clock.hear()
     moment = 228.0
-    assert clock.text(status) == "running 2m 03s, no output for 2m 00s, restart 1"
-    by_node_0 = replace(status, progress=replace(running, seconds=600.0))
+    assert clock.text(again) == "running 2m 03s, no output for 2m 00s, restart 1"
+    by_node_0 = replace(again, progress=replace(progress, seconds=600.0))
     assert clock.text(by_node_0).startswith("running 10m 00s")

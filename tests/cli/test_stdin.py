@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import pty
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -12,11 +11,12 @@ from pathlib import Path
 
 import pytest
 from procs import TEST_TIMEOUT, Job, wait_until
-from ssh_network import python_without_torch
+from terminals import Terminal
 
 from clusterjob.node.system import processes
 
 MakeJob = Callable[..., Job]
+pytestmark = pytest.mark.usefixtures("plain_python")
 
 READER = """
     import os, sys
@@ -33,29 +33,14 @@ DEBUGGED = """
 
 
 @contextlib.contextmanager
-def in_terminal(argv: list[str], directory: Path) -> Iterator[tuple[subprocess.Popen[bytes], int]]:
+def in_terminal(argv: list[str], directory: Path) -> Iterator[Terminal]:
     """Run a command in the foreground of its own terminal; its output goes to files."""
-    leader, follower = pty.openpty()
-    take_terminal = (
-        "import fcntl, os, sys, termios; fcntl.ioctl(0, termios.TIOCSCTTY, 0); "
-        "os.execv(sys.argv[1], sys.argv[1:])"
-    )
-    with (directory / "out").open("wb") as out, (directory / "err").open("wb") as err:
-        process = subprocess.Popen(
-            [sys.executable, "-S", "-c", take_terminal, *argv],
-            stdin=follower,
-            stdout=out,
-            stderr=err,
-            cwd=directory,
-            start_new_session=True,
-        )
-    os.close(follower)
-    try:
-        yield process, leader
-    finally:
-        process.kill()
-        process.wait()
-        os.close(leader)
+    with (
+        (directory / "out").open("wb") as out,
+        (directory / "err").open("wb") as err,
+        Terminal(argv, cwd=directory, controlling=True, stdout=out, stderr=err) as terminal,
+    ):
+        yield terminal
 
 
 RUN = [sys.executable, "-m", "clusterjob", "run"]
@@ -74,18 +59,12 @@ TWO_RANKS = pytest.mark.parametrize(
 )
 
 
-@pytest.fixture(autouse=True)
-def _plain_python(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let jobs use an interpreter without torch, which starts ten times faster."""
-    monkeypatch.setenv("CLUSTERJOB_PYTHON", str(python_without_torch(tmp_path)))
-
-
 @TWO_RANKS
 def test_only_rank_0_reads_terminal(make_job: MakeJob, tmp_path: Path, command: list[str]) -> None:
     script = make_job().script(READER)
-    with in_terminal([*command, script], tmp_path) as (process, leader):
-        os.write(leader, b"typed\n")
-        assert process.wait(TEST_TIMEOUT) == 0, (tmp_path / "err").read_text()
+    with in_terminal([*command, script], tmp_path) as terminal:
+        terminal.type(b"typed\n")
+        assert terminal.process.wait(TEST_TIMEOUT) == 0, (tmp_path / "err").read_text()
     assert sorted((tmp_path / "out").read_text().splitlines()) == [
         "[0] 0 'typed\\n' True",
         "[1] 1 '' False",
@@ -97,9 +76,9 @@ def test_breakpoint_of_rank_0_reads_terminal(
     make_job: MakeJob, tmp_path: Path, command: list[str]
 ) -> None:
     script = make_job().script(DEBUGGED)
-    with in_terminal([*command, script], tmp_path) as (process, leader):
-        os.write(leader, b"secret += 1\nc\n")
-        assert process.wait(TEST_TIMEOUT) == 0, (tmp_path / "err").read_text()
+    with in_terminal([*command, script], tmp_path) as terminal:
+        terminal.type(b"secret += 1\nc\n")
+        assert terminal.process.wait(TEST_TIMEOUT) == 0, (tmp_path / "err").read_text()
     assert "went on with 42" in (tmp_path / "out").read_text()
 
 
@@ -108,35 +87,37 @@ def test_ctrl_c_at_pdb_prompt_interrupts_prompt_but_not_job(
     make_job: MakeJob, tmp_path: Path, command: list[str]
 ) -> None:
     script = make_job().script(DEBUGGED)
-    with in_terminal([*command, script], tmp_path) as (process, leader):
-        terminal = os.open(f"/proc/{process.pid}/fd/0", os.O_RDWR | os.O_NOCTTY)
-        out = tmp_path / "out"
-        # the output is shown, so the command follows the job
-        wait_until(lambda: "up" in out.read_text(), TEST_TIMEOUT)
-        try:
-            for count in (1, 2):
-                wait_until(lambda: processes.terminal_reader(process.pid, terminal), TEST_TIMEOUT)
-                os.write(leader, b"\x03")
-                wait_until(
-                    lambda count=count: (
-                        out.read_text().count("--KeyboardInterrupt--") == count
-                        or process.poll() is not None
-                    ),
-                    TEST_TIMEOUT,
-                )
+    out = tmp_path / "out"
+    with in_terminal([*command, script], tmp_path) as terminal, device_of(terminal) as device:
+        process = terminal.process
+
+        def reads() -> bool:
+            return processes.terminal_reader(process.pid, device) or process.poll() is not None
+
+        wait_until(lambda: "up" in out.read_text(), TEST_TIMEOUT)  # the command follows the job
+        for count in (1, 2):
+            wait_until(reads, TEST_TIMEOUT)
+            terminal.type(b"\x03")
             wait_until(
-                lambda: (
-                    processes.terminal_reader(process.pid, terminal) or process.poll() is not None
-                ),
+                lambda count=count: out.read_text().count("--KeyboardInterrupt--") == count,
                 TEST_TIMEOUT,
             )
-            os.write(leader, b"secret += 1\nc\n")
-            assert process.wait(TEST_TIMEOUT) == 0, (tmp_path / "err").read_text()
-        finally:
-            os.close(terminal)
+        wait_until(reads, TEST_TIMEOUT)
+        terminal.type(b"secret += 1\nc\n")
+        assert process.wait(TEST_TIMEOUT) == 0, (tmp_path / "err").read_text()
     assert "went on with 42" in out.read_text()
     assert "went on with 41" in out.read_text()  # rank 1 got no signal
     assert "interrupting" not in (tmp_path / "err").read_text()
+
+
+@contextlib.contextmanager
+def device_of(terminal: Terminal) -> Iterator[int]:
+    """Open the terminal of a command, to see which process reads from it."""
+    device = os.open(f"/proc/{terminal.process.pid}/fd/0", os.O_RDWR | os.O_NOCTTY)
+    try:
+        yield device
+    finally:
+        os.close(device)
 
 
 @COMMANDS
@@ -144,16 +125,13 @@ def test_ctrl_c_during_input_call_ends_job(
     make_job: MakeJob, tmp_path: Path, command: list[str]
 ) -> None:
     script = make_job().script("print('up', flush=True)\ninput('name? ')")
-    with in_terminal([*command, script], tmp_path) as (process, leader):
-        terminal = os.open(f"/proc/{process.pid}/fd/0", os.O_RDWR | os.O_NOCTTY)
-        try:
-            # the output is shown, so the command follows the job
-            wait_until(lambda: "up" in (tmp_path / "out").read_text(), TEST_TIMEOUT)
-            wait_until(lambda: processes.terminal_reader(process.pid, terminal), TEST_TIMEOUT)
-            os.write(leader, b"\x03")
-            assert process.wait(TEST_TIMEOUT) == 130, (tmp_path / "err").read_text()
-        finally:
-            os.close(terminal)
+    with in_terminal([*command, script], tmp_path) as terminal, device_of(terminal) as device:
+        pid = terminal.process.pid
+        # the output is shown, so the command follows the job
+        wait_until(lambda: "up" in (tmp_path / "out").read_text(), TEST_TIMEOUT)
+        wait_until(lambda: processes.terminal_reader(pid, device), TEST_TIMEOUT)
+        terminal.type(b"\x03")
+        assert terminal.process.wait(TEST_TIMEOUT) == 130, (tmp_path / "err").read_text()
     assert "KeyboardInterrupt" in (tmp_path / "err").read_text()
 
 
@@ -169,10 +147,10 @@ def test_ctrl_c_while_thread_reads_terminal_interrupts_job(
         except KeyboardInterrupt:
             print("saved", flush=True)
     """)
-    with in_terminal([*RUN, script], tmp_path) as (process, leader):
+    with in_terminal([*RUN, script], tmp_path) as terminal:
         wait_until(lambda: "listening" in (tmp_path / "out").read_text(), TEST_TIMEOUT)
-        os.write(leader, b"\x03")
-        assert process.wait(TEST_TIMEOUT) == 130, (tmp_path / "err").read_text()
+        terminal.type(b"\x03")
+        assert terminal.process.wait(TEST_TIMEOUT) == 130, (tmp_path / "err").read_text()
     assert "saved" in (tmp_path / "out").read_text()
     assert "interrupting" in (tmp_path / "err").read_text()
 
@@ -181,33 +159,23 @@ def test_rank_0_reads_pipe_but_detached_job_has_empty_stdin(
     make_job: MakeJob, tmp_path: Path
 ) -> None:
     script = make_job().script(READER)
-    command = [sys.executable, "-m", "clusterjob"]
-    run = subprocess.run(
-        [*command, "run", script],
-        input="piped\n",
-        capture_output=True,
-        text=True,
-        cwd=tmp_path,
-        check=False,
-    )
-    assert run.stdout == "0 'piped\\n' False\n", run.stderr
-    submit = subprocess.run(
-        [*command, "submit", "--follow", script],
-        input="piped\n",
-        capture_output=True,
-        text=True,
-        cwd=tmp_path,
-        check=False,
-    )
-    assert "0 '' False" in submit.stdout, submit.stderr
+    for words, shown in (
+        (["run"], "0 'piped\\n' False"),
+        (["submit", "--follow"], "0 '' False"),
+    ):
+        done = subprocess.run(
+            [*RUN[:-1], *words, script], input="piped\n", capture_output=True, text=True,
+            cwd=tmp_path, check=False,
+        )  # fmt: skip
+        assert shown in done.stdout.splitlines(), done.stderr
 
 
 def test_background_run_does_not_read_terminal(make_job: MakeJob, tmp_path: Path) -> None:
     script = make_job().script(READER)
     shell = f"set -m; {sys.executable} -m clusterjob run {script} & wait $!"
-    with in_terminal(["/bin/bash", "-c", shell], tmp_path) as (process, leader):
-        os.write(leader, b"for the shell\n")
-        wait_until(lambda: process.poll() is not None, TEST_TIMEOUT)
+    with in_terminal(["/bin/bash", "-c", shell], tmp_path) as terminal:
+        terminal.type(b"for the shell\n")
+        wait_until(lambda: terminal.process.poll() is not None, TEST_TIMEOUT)
     assert (tmp_path / "out").read_text() == "0 '' False\n"
 
 
@@ -237,10 +205,9 @@ print(os.environ["RANK"], sys.argv, __name__, repr(sys.stdin.read()), flush=True
     assert sorted(ended.stdout.splitlines()) == [
         f"[{rank}] {rank} ['-', '--lr', '1'] __main__ ''" for rank in range(4)
     ], ended.stderr
-    if command[:3] == RUN[:3]:
-        again = [sys.executable, "-m", "clusterjob"]
-        subprocess.run([*again, "rerun"], check=True, cwd=tmp_path, stdin=subprocess.DEVNULL)
-        subprocess.run([*again, "wait", "@"], check=True, cwd=tmp_path)
+    if "run" in command:
+        for words in (["rerun"], ["wait", "@"]):
+            subprocess.run([*RUN[:-1], *words], check=True, cwd=tmp_path, stdin=subprocess.DEVNULL)
 
 
 @COMMANDS

@@ -6,7 +6,6 @@ import json
 import os
 import re
 import signal
-import subprocess
 import sys
 import textwrap
 import time
@@ -14,6 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from commands import command
 from procs import TEST_TIMEOUT, wait_until
 from screens import Screen, require_tmux
 from terminals import Terminal
@@ -41,34 +41,25 @@ LOOPING = """
 """
 
 
-def clusterjob(*words: str, code: int = 0) -> str:
-    done = subprocess.run(
-        [sys.executable, "-m", "clusterjob", *words], capture_output=True, text=True, check=False
-    )
-    assert done.returncode == code, done.stderr
-    return done.stdout
-
-
 def state(job_id: str) -> str:
-    return json.loads(clusterjob("status", job_id, "--json"))["jobs"][0]["state"]
+    [job] = json.loads(command(Path(), "status", job_id, "--json").stdout)["jobs"]
+    return job["state"]
 
 
 @pytest.fixture
 def real_job(tmp_path: Path) -> Iterator[str]:
     """A job of two ranks that runs until it is cancelled."""
     require_tmux()
-    script = tmp_path / "train.py"
-    script.write_text(textwrap.dedent(LOOPING))
-    job_id = clusterjob(
-        "submit", "--cluster", "local", "--nproc-per-node", "2", str(script)
-    ).strip()
+    (tmp_path / "train.py").write_text(textwrap.dedent(LOOPING))
+    words = ("--cluster", "local", "--nproc-per-node", "2", "train.py")
+    job_id = command(tmp_path, "submit", *words).stdout.strip()
     yield job_id
-    clusterjob("cancel", job_id)
-    clusterjob("wait", job_id, code=143)
+    command(tmp_path, "cancel", job_id)
+    command(tmp_path, "wait", job_id, code=143)
 
 
-def window(size: tuple[int, int], directory: Path, command: str = TOP) -> Screen:
-    return Screen(command, columns=size[0], rows=size[1], directory=directory)
+def window(size: tuple[int, int], directory: Path, line: str = TOP) -> Screen:
+    return Screen(line, columns=size[0], rows=size[1], directory=directory)
 
 
 def assert_fits(screen: Screen) -> None:
@@ -93,26 +84,20 @@ def test_top_shows_two_real_ranks_and_obeys_keys(
         assert "CPU TREND" in _ranks(screen)
         assert_fits(screen)
 
-        screen.press("?")
-        screen.wait_for_all("Keys of clusterjob top", "stacks of the row's processes")
+        screen.press_for("?", "Keys of clusterjob top", "stacks of the row's processes")
         screen.press("Escape")
         screen.wait_without("Keys of clusterjob top")
 
         screen.press("Enter")  # from the job to its ranks
-        screen.press("Down")
-        screen.wait_for_all("▶   1")
-        screen.press("l")
-        text = screen.wait_for_all(f"log of rank 1 of {real_job}", "epoch 1 step")
+        screen.press_for("Down", "▶   1")
+        text = screen.press_for("l", f"log of rank 1 of {real_job}", "epoch 1 step")
         assert "of rank 0" not in text
         newest = max(map(int, re.findall(r"step (\d+) of rank 1", text)))
         screen.wait_for_all(f"step {newest + 2} of rank 1")  # it follows
-        screen.press("q")
-        screen.wait_for_all("RANK▲")
+        screen.press_for("q", "RANK▲")
 
-        screen.press("t")
-        screen.wait_for_all(f"stacks of rank 1 of {real_job}", "train_one_epoch", "train.py")
-        screen.press("q")
-        screen.wait_for_all("RANK▲")
+        screen.press_for("t", f"stacks of rank 1 of {real_job}", "train_one_epoch", "train.py")
+        screen.press_for("q", "RANK▲")
 
         screen.press("/")
         screen.press("rank 0")
@@ -120,19 +105,14 @@ def test_top_shows_two_real_ranks_and_obeys_keys(
         screen.press("Escape")
         wait_until(lambda: "of rank 1" in _ranks(screen), TEST_TIMEOUT)
 
-        screen.press("r")
-        screen.wait_for_all("RANK▼")
-        screen.press("c")
-        screen.wait_for_all(f"Cancel job {real_job}")
+        screen.press_for("r", "RANK▼")
+        screen.press_for("c", f"Cancel job {real_job}")
         screen.press("n")
         screen.wait_without("Cancel job")
         assert state(real_job) == "RUNNING"
-        screen.press("c")
-        screen.wait_for_all(f"Cancel job {real_job}")
-        screen.press("y")
-        screen.wait_for_all("CANCELLED")
-        screen.press("q")
-        screen.wait_for_all("exit code 0")
+        screen.press_for("c", f"Cancel job {real_job}")
+        screen.press_for("y", "CANCELLED")
+        screen.press_for("q", "exit code 0")
         screen.assert_clean()
 
 
@@ -173,8 +153,7 @@ def test_top_shows_256_ranks_at_little_cost(
             time.sleep(2)
         share = (_cpu(pid) - ticks) / (time.monotonic() - begin)
         assert share < 0.15, f"{share:.1%} of a core"
-        screen.press("q")
-        screen.wait_for_all("exit code 0")
+        screen.press_for("q", "exit code 0")
 
 
 def _sorted_by(screen: Screen, head: str) -> bool:
@@ -220,8 +199,7 @@ def test_top_leaves_a_clean_terminal(how: str, tmp_path: Path) -> None:
         screen.wait_for_all("small-222222", "RUNNING")
         assert screen.value("alternate_on") == "1"
         if how == "C-c":
-            screen.press("C-c")
-            screen.wait_for_all("exit code 0")
+            screen.press_for("C-c", "exit code 0")
         else:
             number = getattr(signal, how)
             os.kill(screen.command_pid(), number)
@@ -245,35 +223,18 @@ def test_top_reports_its_own_crash_in_one_line(tmp_path: Path) -> None:
         screen.assert_clean()
 
 
-def test_top_obeys_no_color(tmp_path: Path) -> None:
+@pytest.mark.parametrize("no_color", ["", "1"])
+def test_top_obeys_no_color(tmp_path: Path, no_color: str) -> None:
     WrittenJob("small-222222").grow()
-    for command, coloured in ((TOP, True), (f"NO_COLOR=1 {TOP}", False)):
-        with window((80, 24), tmp_path, command) as screen:
-            screen.wait_for_all("small-222222", "RUNNING", "2 ranks")
-            assert bool(screen.colours) is coloured
-            screen.press("q")
-            screen.wait_for_all("exit code 0")
+    with window((80, 24), tmp_path, f"NO_COLOR={no_color} {TOP}") as screen:
+        screen.wait_for_all("small-222222", "RUNNING", "2 ranks")
+        assert bool(screen.colours) != bool(no_color)
 
 
-def test_top_without_terminal_names_other_commands() -> None:
-    done = subprocess.run(
-        [sys.executable, "-m", "clusterjob", "top"], capture_output=True, text=True, check=False
-    )
-    assert done.returncode == 2
-    assert "top needs a terminal" in done.stderr
-    assert "status --watch" in done.stderr
-    assert "metrics" in done.stderr
-
-
-def test_top_of_unknown_job_is_refused() -> None:
-    done = subprocess.run(
-        [sys.executable, "-m", "clusterjob", "top", "nothing"],
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 2
-    assert "there is no job 'nothing'" in done.stderr
+def test_top_without_terminal_names_other_commands(tmp_path: Path) -> None:
+    error = command(tmp_path, "top", code=2).stderr
+    for part in ("top needs a terminal", "status --watch", "metrics"):
+        assert part in error
 
 
 def test_top_without_textual_says_what_to_install(tmp_path: Path) -> None:

@@ -6,149 +6,100 @@ import json
 import os
 import re
 import signal
-from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
-from commands import command
-from procs import TEST_TIMEOUT, kill_all, own_processes, wait_for_no_processes, wait_until
+from inside_job import Inside, running, write_script
+from procs import TEST_TIMEOUT, wait_until
 
-from clusterjob.core.records import Record, Records
+from clusterjob.core.records import Records
 from clusterjob.node.logs.events import read_job_events
 
-# Each rank creates the file up<RESTART>.<RANK>, and ends when the file `leave` exists.
+# Each rank creates the file up<RANK>, of the first round, and up<RESTART>.<RANK>.
 GUEST = """
-import os, pathlib, time
-pathlib.Path("up" + os.environ["TORCHELASTIC_RESTART_COUNT"] + "." + os.environ["RANK"]).touch()
-print(os.environ["RANK"], "of", os.environ["WORLD_SIZE"], flush=True)
-while not os.path.exists("leave"):
-    time.sleep(0.02)
+    import os, pathlib, time
+    rank, restart = os.environ["RANK"], os.environ["TORCHELASTIC_RESTART_COUNT"]
+    for name in (rank, f"{restart}.{rank}"):
+        pathlib.Path(f"up{name}").touch()
+    print(rank, "of", os.environ["WORLD_SIZE"], flush=True)
+    while not os.path.exists("leave"):
+        time.sleep(0.02)
 """
+SPARE = ("--cluster", "local", "--nodes", "2", "--spares", "1", "--max-restarts", "1")
 
 
 # Prints a line after the first all-reduce of each round.
 REDUCING = """
-import os, time
-import torch, torch.distributed as dist
-dist.init_process_group("gloo")
-value = torch.ones(1000)
-dist.all_reduce(value)
-restart = os.environ["TORCHELASTIC_RESTART_COUNT"]
-print("round", restart, int(value[0]), time.monotonic(), flush=True)
-while True:
-    ended = torch.tensor([float(os.path.exists("leave"))])
-    dist.all_reduce(ended)
-    if ended:
-        break
-    time.sleep(0.02)
-dist.destroy_process_group()
+    import os, pathlib, time
+    import torch, torch.distributed as dist
+    dist.init_process_group("gloo")
+    value = torch.ones(1000)
+    dist.all_reduce(value)
+    restart = os.environ["TORCHELASTIC_RESTART_COUNT"]
+    print("round", restart, int(value[0]), time.monotonic(), flush=True)
+    pathlib.Path("up" + os.environ["RANK"]).touch()
+    while True:
+        ended = torch.tensor([float(os.path.exists("leave"))])
+        dist.all_reduce(ended)
+        if ended:
+            break
+        time.sleep(0.02)
+    dist.destroy_process_group()
 """
 # Seconds from the loss of a node to the first all-reduce; on an idle machine it takes 0.7 s.
 RESTART_SECONDS = 10.0
 
 
-@pytest.fixture(autouse=True)
-def _no_job_survives() -> Iterator[None]:
-    yield
-    try:
-        wait_for_no_processes(TEST_TIMEOUT)
-    finally:
-        kill_all(own_processes())
+def lose(job: Inside, node: int) -> None:
+    """Kill the agent of a node."""
+    agents = Records().find(job.id).handle.data["agents"]
+    os.kill(agents[node]["pid"], signal.SIGKILL)
 
 
-class Work:
-    """A running job of one script.
-
-    Args:
-        directory: its working directory.
-        words: the options of `clusterjob submit`.
-        script: the text of its script.
-    """
-
-    def __init__(self, directory: Path, *words: str, script: str = GUEST) -> None:
-        self.directory = directory
-        (directory / "guest.py").write_text(script)
-        self.id = command(
-            directory, "submit", "--cluster", "local", *words, "guest.py"
-        ).stdout.strip()
-
-    @property
-    def record(self) -> Record:
-        return Records().find(self.id)
-
-    def wait_for(self, *names: str) -> None:
-        def exist() -> bool:
-            return all((self.directory / name).exists() for name in names)
-
-        wait_until(exist, TEST_TIMEOUT, f"the files {names}")
-
-    def lose(self, node: int) -> None:
-        """Kill the agent of a node."""
-        agents = {a["node_rank"]: a["pid"] for a in self.record.handle.data["agents"]}
-        os.kill(agents[node], signal.SIGKILL)
-
-    def ask(self, *words: str, code: int = 0) -> str:
-        return command(self.directory, words[0], self.id, *words[1:], code=code).stdout
-
-    def finish(self) -> dict[str, object]:
-        (self.directory / "leave").touch()
-        command(self.directory, "wait", self.id)
-        found = json.loads(self.ask("status", "--json"))["jobs"][0]
-        assert isinstance(found, dict)
-        return found
+def finish(job: Inside) -> dict[str, Any]:
+    (job.directory / "leave").touch()
+    job.exec(verb="wait")
+    [found] = json.loads(job.exec("--json", verb="status")[0])["jobs"]
+    return found
 
 
 @pytest.mark.usefixtures("plain_python")
 def test_commands_find_a_rank_on_the_spare_node_that_has_taken_it(tmp_path: Path) -> None:
-    job = Work(tmp_path, "--nodes", "2", "--spares", "1", "--max-restarts", "1")
-    job.wait_for("up0.0", "up0.1")
-    assert "running" in job.ask("status").lower()
-    job.lose(1)
-    job.wait_for("up1.0", "up1.1")
-    place = 'echo "$RANK of $WORLD_SIZE, node $GROUP_RANK"'
-    assert job.ask("exec", "--rank", "1", "--", "sh", "-c", place) == "1 of 2, node 1\n"
-    everywhere = job.ask("exec", "--all", "--", "sh", "-c", place).splitlines()
-    assert sorted(everywhere) == ["[node 0] 0 of 2, node 0", "[node 2] 1 of 2, node 1"]
-    assert (
-        "no worker runs on node 1"
-        in command(tmp_path, "exec", job.id, "--node", "1", "--", "true", code=255).stderr
-    )
-    assert "job guest-" in command(tmp_path, "logs", job.id, "--rank", "2", code=2).stderr
-    end = job.finish()
-    assert (end["state"], end["nodes"], end["restarts"]) == ("SUCCEEDED", 3, 1)
-    lines = job.ask("logs").splitlines()
-    assert (
-        sorted(line for line in lines if " of 2" in line) == ["[0] 0 of 2"] * 2 + ["[1] 1 of 2"] * 2
-    )
-
-
-@pytest.mark.slow
-@pytest.mark.usefixtures("plain_python")
-def test_elastic_job_goes_on_with_the_nodes_that_are_left(tmp_path: Path) -> None:
-    job = Work(tmp_path, "--nodes", "1:3", "--max-restarts", "1")
-    job.wait_for("up0.0", "up0.1", "up0.2")
-    job.lose(2)
-    job.wait_for("up1.0", "up1.1")
-    assert "on 2 of 3 nodes" in " ".join(job.ask("status").split())
-    end = job.finish()
-    assert (end["state"], end["nodes"], end["restarts"]) == ("SUCCEEDED", 3, 1)
-    assert "[1] 1 of 2" in job.ask("logs").splitlines()
+    with running(tmp_path, *SPARE, program=(write_script(tmp_path, GUEST),), ranks=2) as job:
+        lose(job, 1)
+        files = [tmp_path / f"up1.{rank}" for rank in (0, 1)]
+        wait_until(lambda: all(file.exists() for file in files), TEST_TIMEOUT, "the next round")
+        place = 'echo "$RANK of $WORLD_SIZE, node $GROUP_RANK"'
+        assert job.shell(place, "--rank", "1") == "1 of 2, node 1\n"
+        everywhere = job.shell(place, "--all").splitlines()
+        assert sorted(everywhere) == ["[node 0] 0 of 2, node 0", "[node 2] 1 of 2, node 1"]
+        _, err = job.exec("--node", "1", "true", code=255)
+        assert b"no worker runs on node 1" in err
+        _, err = job.exec("--rank", "2", verb="logs", code=2)
+        assert b"has no rank 2" in err
+        end = finish(job)
+        assert (end["state"], end["nodes"], end["restarts"]) == ("SUCCEEDED", 3, 1)
+        lines = job.exec(verb="logs")[0].decode().splitlines()
+    assert sorted(line for line in lines if " of 2" in line) == [
+        *["[0] 0 of 2"] * 2, *["[1] 1 of 2"] * 2
+    ]  # fmt: skip
 
 
 @pytest.mark.slow
 def test_first_all_reduce_follows_soon_after_the_loss_of_a_node(tmp_path: Path) -> None:
-    words = ("--nodes", "2", "--spares", "1", "--nproc-per-node", "4", "--max-restarts", "1")
-    job = Work(tmp_path, *words, script=REDUCING)
+    program = ("--nproc-per-node", "4", write_script(tmp_path, REDUCING))
+    with running(tmp_path, *SPARE, program=program, ranks=8) as job:
+        job_dir = Records().find(job.id).job_dir
 
-    def ends(restart: int) -> list[float]:
-        """Return the times of the first all-reduce, if all 8 ranks have printed it."""
-        text = "".join(path.read_text() for path in (job.record.job_dir / "logs").rglob("*.out"))
-        found = re.findall(rf"round {restart} 8 ([\d.]+)\n", text)
-        return [float(each) for each in found] if len(found) == 8 else []
+        def reduced() -> list[float]:
+            """Return the times of the second round's first all-reduce, if all ranks have it."""
+            text = "".join(path.read_text() for path in (job_dir / "logs").rglob("*.out"))
+            found = re.findall(r"round 1 8 ([\d.]+)\n", text)
+            return [float(each) for each in found] if len(found) == 8 else []
 
-    wait_until(lambda: ends(0), TEST_TIMEOUT, "the first all-reduce")
-    job.lose(1)
-    reduced = min(wait_until(lambda: ends(1), TEST_TIMEOUT, "the next all-reduce"))
-    lost = next(e for e in read_job_events(job.record.job_dir) if e["event"] == "lost")
-    assert reduced - lost["monotonic"] < RESTART_SECONDS
-    assert job.finish()["restarts"] == 1
+        lose(job, 1)
+        times = wait_until(reduced, TEST_TIMEOUT, "the next all-reduce")
+        lost = next(e for e in read_job_events(job_dir) if e["event"] == "lost")
+        assert min(times) - lost["monotonic"] < RESTART_SECONDS
+        assert finish(job)["restarts"] == 1

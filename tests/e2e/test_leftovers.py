@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
@@ -9,37 +10,12 @@ import time
 from pathlib import Path
 
 import pytest
-from commands import CLUSTERJOB
-from procs import TEST_TIMEOUT, wait_until
+from commands import CLUSTERJOB, command
+from launching import write_tree
+from procs import TEST_TIMEOUT, wait_for_no_processes, wait_until
 
 from clusterjob.core import jobs
-from clusterjob.core.records import Records
-
-
-def submit(work: Path) -> str:
-    done = subprocess.run(
-        [*CLUSTERJOB, "submit", "train.py"],
-        cwd=work,
-        capture_output=True,
-        text=True,
-        timeout=TEST_TIMEOUT,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    return done.stdout.strip()
-
-
-def wait_for_success(work: Path, job_id: str) -> None:
-    assert (
-        subprocess.run(
-            [*CLUSTERJOB, "wait", job_id],
-            cwd=work,
-            capture_output=True,
-            timeout=TEST_TIMEOUT,
-            check=False,
-        ).returncode
-        == 0
-    )
+from clusterjob.core.records import Records, home
 
 
 @pytest.fixture
@@ -48,84 +24,63 @@ def work(tmp_path: Path, plain_python: str) -> Path:
     return tmp_path
 
 
+def submit_and_wait(work: Path) -> None:
+    job_id = command(work, "submit", "train.py").stdout.strip()
+    command(work, "wait", job_id)
+
+
+def age(*paths: Path) -> None:
+    for path in paths:
+        os.utime(path, (time.time() - 4000,) * 2)
+
+
 def test_submit_removes_leftovers_of_killed_submits(work: Path) -> None:
     """Each submit gets SIGKILL, each after a different time from its first write of a record."""
-    home = Path(os.environ["CLUSTERJOB_HOME"])
+    (work / "train.py").write_text("import time; time.sleep(1000)\n")
+    jobs_dir, records = home() / "jobs", home() / "records"
     killed = 0
-    for delay in (0.0, 0.002, 0.005, 0.01, 0.02, 0.03, 0.05, 0.08):
-        process = subprocess.Popen(
-            [*CLUSTERJOB, "submit", "train.py"],
-            cwd=work,
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL,
-        )
-        before = set(os.listdir(home / "records")) if (home / "records").exists() else set()
+    for delay in (0.0, 0.005, 0.02, 0.05):
+        before = len(list(records.glob("*")))
+        process = subprocess.Popen([*CLUSTERJOB, "submit", "--nodes", "4", "train.py"], cwd=work)
         wait_until(
-            lambda process=process, before=before: (
-                process.poll() is not None
-                or ((home / "records").exists() and set(os.listdir(home / "records")) - before)
-            ),
-            TEST_TIMEOUT,
+            lambda before=before: len(list(records.glob("*"))) > before, TEST_TIMEOUT, "a record"
         )
         time.sleep(delay)
-        process.send_signal(signal.SIGKILL)
+        process.kill()
         killed += process.wait(TEST_TIMEOUT) == -signal.SIGKILL
     assert killed
-    (home / "records" / ".x-222222.json.abcdefgh.tmp").touch()
-    for name in os.listdir(home / "records"):
-        os.utime(home / "records" / name, (time.time() - 4000,) * 2)
-    (home / "jobs" / "x-222222" / "logs").mkdir(parents=True)
-    os.utime(home / "jobs" / "x-222222", (time.time() - 4000,) * 2)
-    wait_for_success(work, submit(work))
-    records = os.listdir(home / "records")
-    assert [name for name in records if name.startswith(".")] == []
-    assert sorted(os.listdir(home / "jobs")) == sorted(
-        name.removesuffix(".json")
-        for name in records
-        if (home / "jobs" / name.removesuffix(".json")).exists()
-    )
-    listed = subprocess.run(
-        [*CLUSTERJOB, "list"], capture_output=True, text=True, timeout=TEST_TIMEOUT, check=False
-    )
-    assert "PENDING" not in listed.stdout
+    for detached in jobs_dir.glob("*/detached"):  # it was submitted before the signal
+        command(work, "cancel", detached.parent.name)
+    wait_for_no_processes(TEST_TIMEOUT)
+    (records / ".x-222222.json.abcdefgh.tmp").touch()
+    (jobs_dir / "x-222222" / "logs").mkdir(parents=True)
+    age(*records.iterdir(), jobs_dir / "x-222222")
+    (work / "train.py").write_text("")
+    submit_and_wait(work)
+    recorded = {path.name for path in records.iterdir()}
+    assert [name for name in recorded if name.startswith(".")] == []
+    assert {f"{name}.json" for name in os.listdir(jobs_dir)} <= recorded
+    jobs_shown = json.loads(command(work, "list", "--json").stdout)["jobs"]
+    assert {job["state"] for job in jobs_shown} <= {"CANCELLED", "LOST", "SUCCEEDED"}
 
 
 def test_submit_keeps_files_of_other_processes(work: Path) -> None:
-    home = Path(os.environ["CLUSTERJOB_HOME"])
-    (home / "records").mkdir(parents=True)
-    kept = [".a.json.abcdefgh.tmp", ".ended.json", ".notes"]
-    for name in kept:
-        (home / "records" / name).touch()
-    (home / "jobs" / "old-222222" / "logs" / "node0").mkdir(parents=True)
-    os.utime(home / "jobs" / "old-222222", (time.time() - 4000,) * 2)
-    (home / "jobs" / "fresh-222222" / "logs").mkdir(parents=True)
-    wait_for_success(work, submit(work))
-    assert sorted(name for name in os.listdir(home / "records") if name.startswith(".")) == sorted(
-        kept
-    )
-    assert (home / "jobs" / "old-222222").is_dir()
-    assert (home / "jobs" / "fresh-222222").is_dir()
+    hidden = [".a.json.abcdefgh.tmp", ".ended.json", ".notes"]
+    write_tree(home() / "records", **dict.fromkeys(hidden, ""))
+    for name in ("old-222222/logs/node0", "fresh-222222/logs"):
+        (home() / "jobs" / name).mkdir(parents=True)
+    age(home() / "jobs" / "old-222222")
+    submit_and_wait(work)
+    assert {*hidden} <= {*os.listdir(home() / "records")}
+    assert {"old-222222", "fresh-222222"} <= {*os.listdir(home() / "jobs")}
 
 
 def test_job_directory_with_unlisted_record_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     """A directory listing on NFS can be older than the record of a queued job."""
-    home = Path(os.environ["CLUSTERJOB_HOME"])
-    records = Records()
-    records.directory.mkdir(parents=True)
-    (records.directory / "queued-222222.json").touch()
+    write_tree(home() / "records", **{"queued-222222.json": ""})
     for name in ("queued-222222", "gone-222222"):
-        (home / "jobs" / name / "logs").mkdir(parents=True)
-        os.utime(home / "jobs" / name, (time.time() - 4000,) * 2)
+        (home() / "jobs" / name / "logs").mkdir(parents=True)
+        age(home() / "jobs" / name)
     monkeypatch.setattr(Records, "entries", lambda _: [])
-    jobs._remove_leftovers(records)
-    assert os.listdir(home / "jobs") == ["queued-222222"]
-
-
-def test_temporary_files_are_removed_after_one_hour(tmp_path: Path) -> None:
-    path = tmp_path / ".a.json.abcdefgh.tmp"
-    path.touch()
-    jobs._remove_temporary_files(tmp_path)
-    assert path.exists()
-    os.utime(path, (time.time() - 4000,) * 2)
-    jobs._remove_temporary_files(tmp_path)
-    assert not path.exists()
+    jobs._remove_leftovers(Records())
+    assert os.listdir(home() / "jobs") == ["queued-222222"]

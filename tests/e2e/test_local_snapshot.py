@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import code_writer
 import pytest
+from commands import command
 from launching import write_tree
-from procs import TEST_TIMEOUT
 
 from clusterjob.core.records import Records
 
@@ -26,60 +24,44 @@ if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
 """
 
 
-def clusterjob(cwd: Path, *words: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", "clusterjob", *words],
-        cwd=cwd,
-        capture_output=True,
-        text=True,
-        timeout=TEST_TIMEOUT,
-        check=False,
-    )
-
-
-def options(tmp_path: Path) -> list[str]:
-    python = tmp_path / "python"  # cannot import torch, and starts ten times faster
-    python.write_text(f'#!/bin/sh\nexec {sys.executable} -S "$@"\n')
-    python.chmod(0o755)
-    return ["--cluster", "local", "--python", str(python), "--max-restarts", "1"]
+OPTIONS = ("--cluster", "local", "--max-restarts", "1")
 
 
 @pytest.fixture
-def project(tmp_path: Path) -> Path:
+def project(tmp_path: Path, plain_python: str) -> Path:
     root = tmp_path / "project"
     write_tree(root, **{"train.py": EDITS, "helper.py": "V = 1"})
     return root
 
 
-def test_restart_of_submitted_job_runs_submitted_code(project: Path, tmp_path: Path) -> None:
-    done = clusterjob(project, "submit", "--follow", *options(tmp_path), "train.py")
-    assert done.returncode == 0, done.stderr
+def test_restart_of_submitted_job_runs_submitted_code(project: Path) -> None:
+    done = command(project, "submit", "--follow", *OPTIONS, "train.py")
     [record] = Records().all()
     main = record.job_dir / "code" / "train.py"
     assert done.stdout.splitlines()[1:] == [f"ran 1 {main}"] * 2
-    [shown] = json.loads(clusterjob(project, "status", "--json", record.job_id).stdout)["jobs"]
+    [shown] = json.loads(command(project, "status", "--json", record.job_id).stdout)["jobs"]
     assert shown["code"] == record.code
     assert shown["code"]["files"] == 2
 
 
-def test_run_runs_current_files(project: Path, tmp_path: Path) -> None:
-    done = clusterjob(project, "run", *options(tmp_path), "train.py")
+def test_run_runs_current_files(project: Path) -> None:
+    done = command(project, "run", *OPTIONS, "train.py")
     assert f"ran 1 {project / 'train.py'}" in done.stdout
     assert "edited" in done.stdout
     [record] = Records().all()
     assert record.code is None
 
 
+@pytest.mark.usefixtures("plain_python")
 def test_code_is_of_one_submission_and_written_files_and_git_are_told(tmp_path: Path) -> None:
     root = tmp_path / "project"
     said = code_writer.make(root)
     for _ in range(2):
-        done = clusterjob(root, "submit", "--follow", *options(tmp_path), "train.py")
-        assert done.returncode == 0, done.stderr
+        done = command(root, "submit", "--follow", *OPTIONS, "train.py")
         job_id, *lines = done.stdout.splitlines()
         assert lines == said
         code = Records().find(job_id).job_dir / "code"
         told = f"written beside the code, in {code} on {os.uname().nodename}: last.pt"
         assert f"  {told}" in done.stderr.splitlines()
-        assert f"{job_id}: {told}" in clusterjob(root, "status", job_id).stdout.splitlines()
+        assert f"{job_id}: {told}" in command(root, "status", job_id).stdout.splitlines()
     assert not (root / "last.pt").exists()

@@ -34,41 +34,36 @@ def test_metrics_and_efficiency_of_a_job_that_runs_and_has_ended(
     tmp_path: Path, plain_python: str
 ) -> None:
     (tmp_path / "train.py").write_text(SCRIPT)
-    words = ("--cluster", "local", "--nodes", "2", "--nproc-per-node", "2", "--mem", "64G")
-    job_id = command(tmp_path, "submit", *words, "train.py").stdout.split()[-1]
+    words = ("--nodes", "2", "--nproc-per-node", "2", "--mem", "64G", "train.py")
+    job_id = command(tmp_path, "submit", "--cluster", "local", *words).stdout.strip()
     directory = Records().find(job_id).job_dir
 
     def sampled() -> bool:
-        files = [directory / f"logs/node{node}/metrics.jsonl" for node in (0, 1)]
-        return all(file.exists() and file.read_text().count("\n") > 4 for file in files)
+        files = list(directory.glob("logs/node*/metrics.jsonl"))
+        return len(files) == 2 and all(file.read_text().count("\n") > 4 for file in files)
 
     wait_until(sampled, 60.0)
     # While it runs.
-    lines = command(tmp_path, "metrics", job_id).stdout.splitlines()
-    assert [line.split()[:4] for line in lines[1:]] == [
-        ["0", os.uname().nodename, "node", lines[1].split()[3]],
-        ["0", os.uname().nodename, "rank", "0"],
-        ["0", os.uname().nodename, "rank", "1"],
-        ["1", os.uname().nodename, "node", lines[4].split()[3]],
-        ["1", os.uname().nodename, "rank", "2"],
-        ["1", os.uname().nodename, "rank", "3"],
+    rows = [line.split() for line in command(tmp_path, "metrics", job_id).stdout.splitlines()[1:]]
+    assert [row[:3] for row in rows] == [
+        [str(node), os.uname().nodename, what]
+        for node in (0, 1)
+        for what in ("node", "rank", "rank")
     ]
+    assert [row[3] for row in rows if row[2] == "rank"] == ["0", "1", "2", "3"]
     found = in_json("metrics", job_id, directory=tmp_path)
     assert [node["node_rank"] for node in found["nodes"]] == [0, 1]
-    samples = found["nodes"][0]["samples"]
-    assert samples[-1]["workers"][0]["cpu"] > samples[-1]["workers"][1]["cpu"]
-    assert samples[-1]["workers"][1]["rss"] > 200 << 20
+    busy, idle = found["nodes"][0]["samples"][-1]["workers"]
+    assert busy["cpu"] > idle["cpu"]
+    assert idle["rss"] > 200 << 20
     chosen = in_json("metrics", job_id, "--node", "1", "--rank", "3", directory=tmp_path)
-    assert {worker["rank"] for node in chosen["nodes"] for one in node["samples"]
-            for worker in one["workers"]} == {3}  # fmt: skip
+    samples = [one for node in chosen["nodes"] for one in node["samples"]]
+    assert {worker["rank"] for one in samples for worker in one["workers"]} == {3}
     recent = in_json("metrics", job_id, "--since", "1s", directory=tmp_path)
     assert [len(node["samples"]) for node in recent["nodes"]] == [1, 1]
     text = command(tmp_path, "metrics", job_id, "--csv").stdout
-    rows = list(csv.DictReader(io.StringIO(text)))
-    assert {row["kind"] for row in rows} == {"node", "rank"}
-    assert float(rows[-1]["memory"]) > 0
+    assert {row["kind"] for row in csv.DictReader(io.StringIO(text))} == {"node", "rank"}
     assert "efficiency: wall" in command(tmp_path, "status", job_id).stdout  # so far
-    assert in_json("status", job_id, directory=tmp_path)["jobs"][0]["efficiency"]["nodes"]
     # Errors that a user can make.
     for words, error in {
         ("--node", "2"): f"job {job_id} has no node 2",
@@ -76,44 +71,31 @@ def test_metrics_and_efficiency_of_a_job_that_runs_and_has_ended(
         ("--since", "soon"): "--since 'soon' is not a duration",
         ("--json", "--csv"): "--csv and --json are both given",
     }.items():
-        done = command(tmp_path, "metrics", job_id, *words, code=2)
-        assert error in done.stderr
-    command(tmp_path, "metrics", "nothing", code=2)
+        assert error in command(tmp_path, "metrics", job_id, *words, code=2).stderr
     (tmp_path / "end").touch()
     command(tmp_path, "wait", job_id)
     # When it has ended.
-    assert len(in_json("metrics", job_id, directory=tmp_path)["nodes"]) == 2
-    shown = command(tmp_path, "status", job_id).stdout
-    assert "slowest: rank 0" in shown
+    assert "slowest: rank 0" in command(tmp_path, "status", job_id).stdout
     (job,) = in_json("status", job_id, directory=tmp_path)["jobs"]
     used = job["efficiency"]
-    assert used["slowest_rank"]["rank"] == 0
     assert used["nodes"][0]["memory_peak"] > 200 << 20
     assert used["wall_seconds"] > used["startup_seconds"]
-    assert used["nodes"][0]["cpu_peak"] > 0.1
     listed = command(tmp_path, "list", "--efficiency").stdout.splitlines()
     assert listed[0].split()[-7:] == ["CPU", "CORES", "MEMORY", "GPU", "GPU-HOURS", "IDLE", "LOST"]
     assert in_json("list", "--efficiency", directory=tmp_path)["jobs"][0]["efficiency"] == used
-    # A file that was cut, and a node without samples.
-    file = directory / "logs/node0/metrics.jsonl"
-    os.truncate(file, file.stat().st_size - 20)
+    # A node without samples.
     (directory / "logs/node1/metrics.jsonl").unlink()
     done = command(tmp_path, "metrics", job_id)
-    assert done.stderr.splitlines() == [
-        "clusterjob: node 1 has no metrics: no samples of it have arrived"
-    ]
+    assert done.stderr == "clusterjob: node 1 has no metrics: no samples of it have arrived\n"
     assert len(done.stdout.splitlines()) == 4
 
 
-def test_job_without_metrics_gives_one_line_with_the_reason(
-    tmp_path: Path, plain_python: str
-) -> None:
-    (tmp_path / "train.py").write_text("pass")
-    words = ("run", "--cluster", "local", "--name", "plain")
-    command(tmp_path, *words, "--no-metrics", "train.py")
+@pytest.mark.usefixtures("plain_python")
+def test_job_without_metrics_gives_one_line_with_the_reason(tmp_path: Path) -> None:
+    words = ("--cluster", "local", "--name", "plain", "--no-metrics", "--", "true")
+    command(tmp_path, "run", *words)
     job_id = Records().find("plain").job_id
-    done = command(tmp_path, "metrics", code=1)
-    assert done.stderr.splitlines() == [
+    assert command(tmp_path, "metrics", code=1).stderr.splitlines() == [
         f"clusterjob: job {job_id}",
         f"clusterjob: error: job {job_id} has no metrics: it was submitted with --no-metrics",
     ]
@@ -123,20 +105,3 @@ def test_job_without_metrics_gives_one_line_with_the_reason(
     path.write_text(json.dumps(record))
     done = command(tmp_path, "metrics", job_id, code=1)
     assert "a version of clusterjob without metrics submitted it" in done.stderr
-    (job,) = in_json("status", job_id, directory=tmp_path)["jobs"]
-    assert job["efficiency"]["nodes"] == []
-
-
-@pytest.mark.parametrize(
-    ("words", "error"),
-    [
-        (("--metrics-port", "70000"), "--metrics-port 70000: must be from 1 to 65535"),
-        (("--metrics-port", "9", "--no-metrics"), "exclude each other"),
-    ],
-)
-def test_wrong_metrics_options_are_refused(
-    tmp_path: Path, words: tuple[str, ...], error: str
-) -> None:
-    (tmp_path / "train.py").write_text("pass")
-    done = command(tmp_path, "run", "--cluster", "local", *words, "train.py", code=2)
-    assert error in done.stderr

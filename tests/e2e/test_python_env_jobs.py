@@ -9,17 +9,11 @@ import sys
 from pathlib import Path
 
 import pytest
-from commands import CLUSTERJOB
+from commands import CLUSTERJOB, command
 from packed_env import MODULE, uv_project, wheel
 from procs import wait_until
 
 WAIT = 60.0  # seconds; each step needs much less
-
-
-def command(project: Path, *words: str) -> list[str]:
-    (project / "disk").mkdir(exist_ok=True)
-    options = ("--cluster", "local", "--uv", "--env-cache", str(project / "disk"))
-    return [*CLUSTERJOB, words[0], *options, *words[1:]]
 
 
 @pytest.fixture
@@ -32,24 +26,20 @@ def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return uv_project(root)
 
 
+def words(project: Path) -> tuple[str, ...]:
+    (project / "disk").mkdir()
+    options = ("--cluster", "local", "--uv", "--env-cache", str(project / "disk"))
+    return ("run", *options, "train.py")
+
+
 @pytest.mark.slow
 def test_job_runs_in_the_environment_with_the_projects_own_package(project: Path) -> None:
-    done = subprocess.run(
-        command(project, "run", "train.py"), cwd=project, capture_output=True, text=True, check=True
-    )
-    assert "own 1" in done.stdout
+    assert "own 1" in command(project, *words(project)).stdout
 
 
 def test_failed_sync_is_a_launch_failure_with_uvs_message(project: Path) -> None:
     wheel(project / "wheels", value="other")  # not the one of the lock
-    done = subprocess.run(
-        command(project, "run", "train.py"),
-        cwd=project,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 1
+    done = command(project, *words(project), code=1)
     assert "the Python environment cannot be prepared" in done.stderr
     assert f"{MODULE}-1.0-py3-none-any.whl" in done.stderr
     assert "Traceback" not in done.stderr
@@ -70,7 +60,8 @@ def test_run_shows_the_preparation_and_an_interrupt_ends_uv(
     monkeypatch.setenv("PATH", f"{first}:{os.environ['PATH']}")
     file, shown = tmp_path / "uv.pid", tmp_path / "shown"
     with shown.open("w") as stderr:
-        job = subprocess.Popen(command(project, "run", "train.py"), cwd=project, stderr=stderr)
+        argv = [*CLUSTERJOB, *words(project)]
+        job = subprocess.Popen(argv, cwd=project, stderr=stderr)
     wait_until(lambda: file.exists() and file.read_text().strip(), WAIT, "the sync")
     notice = "clusterjob: preparing the Python environment\n"
     wait_until(lambda: notice in shown.read_text(), WAIT, "the notice")

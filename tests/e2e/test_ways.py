@@ -5,13 +5,14 @@ The tests recompute the results that the examples print.
 
 from __future__ import annotations
 
+import importlib
 import re
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
-from launching import LAUNCHERS, ROOT, launch, run
+from launching import ROOT, launch, run
 
 pytestmark = pytest.mark.slow
 
@@ -33,8 +34,8 @@ def python(directory: Path, *args: object, **extra: str) -> str:
     return ran.out
 
 
-def on_two(directory: Path, *args: object, launcher: str = "fork") -> str:
-    ran = launch(launcher, 2, args, directory)
+def on_two(directory: Path, *args: object) -> str:
+    ran = launch("fork", 2, args, directory)
     assert ran.code == 0, ran.err
     assert "arning" not in ran.err
     return ran.out
@@ -77,15 +78,10 @@ def weights(path: Path) -> dict[str, Any]:
 def base(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, dict[str, Any]]:
     """Train on two processes with chosen GPUs; return their output and final weights."""
     directory = tmp_path_factory.mktemp("base")
-    command = [sys.executable, "-m", "clusterjob", "launch", "--gpus", "0,1"]
-    ran = run(
-        [*command, RECIPES, "--backend", "gloo", "--tensorboard", "runs", "--save", "model.pt"],
-        directory,
-    )
-    assert ran.code == 0, ran.err
-    assert "arning" not in ran.err
-    check_curves(directory / "runs", re.findall(r": loss (\S+), accuracy (\S+),", ran.out))
-    return ran.out, weights(directory / "model.pt")
+    options = ("--backend", "gloo", "--tensorboard", "runs", "--save", "model.pt")
+    out = python(directory, "-m", "clusterjob", "launch", "--gpus", "0,1", RECIPES, *options)
+    check_curves(directory / "runs", re.findall(r": loss (\S+), accuracy (\S+),", out))
+    return out, weights(directory / "model.pt")
 
 
 def check_recipes(out: str, processes: int, backend: str) -> None:
@@ -157,50 +153,21 @@ def test_pipeline_example_has_gradients_of_one_process(
     processes: int, schedule: str, tmp_path: Path
 ) -> None:
     ran = launch("fork", processes, [EXAMPLES / "pipeline.py", "--schedule", schedule], tmp_path)
-    assert ran.code == 0, ran.err
-    assert "arning" not in ran.err
+    assert (ran.code, "arning" in ran.err) == (0, False), ran.err
     assert number(r"differ from those of one process by at most (\S+)", ran.out) < 1e-6
     before, after = map(float, re.findall(r"loss (\S+) before training, (\S+) after", ran.out)[0])
     assert after < 0.1 < 1 < before
     assert f"over {processes} sub-networks" in ran.out
 
 
-def test_pipeline_of_one_process_is_refused(tmp_path: Path) -> None:
-    ran = run([sys.executable, EXAMPLES / "pipeline.py"], tmp_path)
-    assert ran.code == 1
-    assert "at least two processes" in ran.err
-
-
 # -- images ----------------------------------------------------------------------------------------
 
 
-@pytest.fixture
-def images(monkeypatch: pytest.MonkeyPatch) -> Any:
+def test_image_folder_has_stable_train_test_split(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.syspath_prepend(str(IMAGES))
-    import images
-
-    yield images
-    for name in ("images", "resnet"):
-        sys.modules.pop(name, None)
-
-
-def test_resnet_example_is_resnet_34(images: Any) -> None:
-    import resnet
-    import torch
-
-    model = resnet.ResNet34(1000)
-    # as torchvision's resnet34
-    assert sum(parameter.numel() for parameter in model.parameters()) == 21_797_672
-    layers = [
-        module
-        for name, module in model.named_modules()
-        if isinstance(module, torch.nn.Conv2d) and "shortcut" not in name
-    ]
-    assert len(layers) + 1 == 34
-    assert model.eval()(torch.zeros(1, 3, 64, 64)).shape == (1, 1000)
-
-
-def test_image_folder_has_stable_train_test_split(images: Any, tmp_path: Path) -> None:
+    images = importlib.import_module("images")
     images.make_images(tmp_path, per_class=10, size=16)
     train, test = (images.ImageFolder(tmp_path, 8, held_out=flag) for flag in (False, True))
     assert train.classes == test.classes == ["circles", "squares", "triangles"]
@@ -208,36 +175,15 @@ def test_image_folder_has_stable_train_test_split(images: Any, tmp_path: Path) -
     assert not {path for path, _ in train.samples} & {path for path, _ in test.samples}
     tensor, label = test[0]
     assert (tuple(tensor.shape), label) == ((3, 8, 8), 0)
-    before = {path: path.read_bytes() for path in tmp_path.rglob("*.png")}
-    images.make_images(tmp_path, per_class=10, size=16)
-    assert {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()} == before
-    (tmp_path / "lone").mkdir()
-    with pytest.raises(SystemExit, match="at least two classes"):
-        images.ImageFolder(tmp_path / "lone", 8, held_out=False)
 
 
 @pytest.mark.parametrize("processes", [1, 2])
-def test_resnet_example_trains_on_image_folder(processes: int, images: Any, tmp_path: Path) -> None:
-    args = [
-        IMAGES / "train.py",
-        "--size",
-        32,
-        "--epochs",
-        2,
-        "--workers",
-        0,
-        "--batch-size",
-        16 // processes,
-        "--save",
-        "model.pt",
-    ]
-    if processes == 1:
-        images.make_images(tmp_path / "photos", per_class=40, size=32)
-        out = python(tmp_path, *args, "--data", "photos")
-    else:
-        out = on_two(tmp_path, *args)
-        # the images are made once, and no other files
-        assert len(list((tmp_path / "made_up_images").rglob("*"))) == 3 + 180
+def test_resnet_example_trains_on_image_folder(processes: int, tmp_path: Path) -> None:
+    args = (IMAGES / "train.py", "--size", 32, "--epochs", 2, "--workers", 0, "--save", "model.pt")
+    args += ("--batch-size", 16 // processes)
+    out = on_two(tmp_path, *args) if processes == 2 else python(tmp_path, *args)
+    # the images are made once, and no other files
+    assert len(list((tmp_path / "made_up_images").rglob("*"))) == 3 + 180
     first, last = map(float, re.findall(r"epoch \d/2: loss (\S+)", out))
     assert last < 0.7 * first
     assert number(r"accuracy (\S+) on", out) > 0.5  # random guessing gives 1/3
@@ -246,14 +192,8 @@ def test_resnet_example_trains_on_image_folder(processes: int, images: Any, tmp_
 
 
 def test_scripts_page_lists_exactly_the_examples() -> None:
-    page = (ROOT / "docs" / "scripts.md").read_text()
-    named = set(re.findall(r"\.\./examples/([\w/]+\.py)", page))
-    # modules of an example that the page lists
+    named = set(re.findall(r"\.\./examples/([\w/]+\.py)", (ROOT / "docs/scripts.md").read_text()))
+    # Modules of an example that the page lists; docs/backends.md lists those of `backend`.
     other = {"classify_images/resnet.py", "classify_images/images.py"}
-    other |= {
-        path.relative_to(EXAMPLES).as_posix() for path in (EXAMPLES / "backend").rglob("*.py")
-    }  # docs/backends.md lists these
-    assert (
-        named == {path.relative_to(EXAMPLES).as_posix() for path in EXAMPLES.rglob("*.py")} - other
-    )
-    assert LAUNCHERS.keys() >= {"fork", "torchrun"}
+    files = {path.relative_to(EXAMPLES).as_posix() for path in EXAMPLES.rglob("*.py")}
+    assert named == {name for name in files - other if not name.startswith("backend/")}

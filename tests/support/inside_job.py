@@ -27,7 +27,8 @@ GUEST = """
 
 # Serves its working directory on a free port of loopback, and prints the port.
 SERVER = (
-    "import http.server as h; s = h.HTTPServer(('127.0.0.1', 0), h.SimpleHTTPRequestHandler);"
+    "import http.server as h;"
+    "s = h.ThreadingHTTPServer(('127.0.0.1', 0), h.SimpleHTTPRequestHandler);"
     "print(s.server_address[1], flush=True); s.serve_forever()"
 )
 LEFT = 20.0  # seconds until a killed client has left no process; it takes less than 3 s

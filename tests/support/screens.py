@@ -113,6 +113,11 @@ class Screen(Tmux):
             time.sleep(0.05)
         return seen
 
+    def press_for(self, key: str, *texts: str) -> str:
+        """Press a key; wait until the screen has all texts, and return it."""
+        self.press(key)
+        return self.wait_for_all(*texts)
+
     def wait_without(self, text: str) -> str:
         wait_until(lambda: text not in self.text, TEST_TIMEOUT, f"a screen without {text!r}")
         return self.text

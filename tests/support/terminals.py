@@ -27,8 +27,8 @@ TAKE_TERMINAL = (
 class Terminal:
     """A command whose stdout and stderr are a terminal; a context manager.
 
-    Its stdin is /dev/null unless ``options``, which go to `subprocess.Popen`, contain stdin. With
-    ``controlling``, its stdin is the terminal too, whose keys send signals.
+    Its stdin is /dev/null. With ``controlling``, its stdin is the terminal too, whose keys send
+    signals. ``options``, which go to `subprocess.Popen`, may replace the streams.
     """
 
     def __init__(
@@ -47,8 +47,8 @@ class Terminal:
         if controlling:
             argv = [sys.executable, "-S", "-c", TAKE_TERMINAL, *argv]
             options |= {"stdin": slave, "start_new_session": True}
-        options.setdefault("stdin", subprocess.DEVNULL)
-        self.process = subprocess.Popen(argv, stdout=slave, stderr=slave, cwd=cwd, **options)
+        streams = {"stdin": subprocess.DEVNULL, "stdout": slave, "stderr": slave}
+        self.process = subprocess.Popen(argv, cwd=cwd, **streams | options)
         os.close(slave)
 
     def resize(self, rows: int, columns: int) -> None:

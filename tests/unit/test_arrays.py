@@ -14,65 +14,66 @@ from clusterjob.node.program import Program
 INDICES = st.sets(st.integers(0, 5000), min_size=1, max_size=60).map(sorted)
 
 
-def expand_ranges(text: str) -> list[int]:
-    """Expand a list of ranges as sbatch(1) describes it."""
-    found: list[int] = []
-    for part in text.split(","):
-        first, _, last = part.partition("-")
-        found += range(int(first), int(last or first) + 1)
-    return found
+@pytest.mark.parametrize(
+    ("text", "wanted"),
+    [
+        ("", None),
+        ("0-3", Array((0, 1, 2, 3), None)),
+        ("7", Array((7,), None)),
+        ("1,3,7-9", Array((1, 3, 7, 8, 9), None)),
+        ("0-20:5", Array((0, 5, 10, 15, 20), None)),
+        ("3,1,2,1", Array((1, 2, 3), None)),
+        ("0-99%8", Array(tuple(range(100)), 8)),
+        ("0-0", Array((0,), None)),
+        (" 1 , 2 ", Array((1, 2), None)),
+        ("0-6:4", Array((0, 4), None)),
+        ("1,2%1", Array((1, 2), 1)),
+    ],
+)
+def test_array_text_gives_sorted_indices_and_limit(text: str, wanted: Array | None) -> None:
+    assert arrays.parse(text, ()) == wanted
 
 
 @pytest.mark.parametrize(
-    ("text", "wanted", "at_once"),
+    ("text", "sweep", "error"),
     [
-        ("0-3", (0, 1, 2, 3), None),
-        ("7", (7,), None),
-        ("1,3,7-9", (1, 3, 7, 8, 9), None),
-        ("0-20:5", (0, 5, 10, 15, 20), None),
-        ("3,1,2,1", (1, 2, 3), None),
-        ("0-99%8", tuple(range(100)), 8),
-        ("0-0", (0,), None),
-        (" 1 , 2 ", (1, 2), None),
-        ("0-6:4", (0, 4), None),
-        ("1,2%1", (1, 2), 1),
+        ("x", [], "'x' is not an index"),
+        ("-1", [], "'-1' is not an index"),
+        ("1-", [], "'1-' is not an index"),
+        ("3-1", [], "'3-1' is an empty range"),
+        ("1-5:0", [], "empty range"),
+        ("1,,2", [], "'' is not an index"),
+        ("0-3%", [], "'' is not a number"),
+        ("0-3%0", [], "'0' is not a number"),
+        ("0-3%x", [], "'x' is not a number"),
+        ("0-100000", [], "100001 elements: one job may have at most 100000"),
+        ("0-999999999", [], "1000000000 elements"),
+        ("0-60000,70000-130000", [], "elements: one job may have at most"),
+        ("٣", [], "is not an index"),
+        ("%8", [], "'' is not an index"),
+        ("1;2", [], "'1;2' is not an index"),
+        ("0-3", ["a=1"], "both define the elements"),
+        ("", ["lr"], "is not NAME=VALUES"),
+        ("", ["=1"], "is not NAME=VALUES"),
+        ("", ["1a=2"], "is not NAME=VALUES"),
+        ("", ["a b=2"], "is not NAME=VALUES"),
+        ("", ['a="1'], "are not a list"),
+        ("", ["a=1", "a=2"], "names 'a' twice"),
+        ("", ["a=0-999", "b=0-999"], "1000000 elements"),
+        ("", ["a=9-1"], "empty range"),
+        ("", ["a="], "gives no value"),
+        ("", ["lr=0.1,"], "a value is empty"),
+        ("", ["lr=,0.1"], "a value is empty"),
+        ("", ["lr=1,,2"], "a value is empty"),
+        ("", ["seed=0..9"], "'0..9' is not a range"),
+        ("", ["seed=1,3...5"], "'3...5' is not a range"),
     ],
 )
-def test_array_text_gives_sorted_indices_and_limit(
-    text: str, wanted: tuple[int, ...], at_once: int | None
-) -> None:
-    assert arrays.parse(text, ()) == Array(wanted, at_once)
-
-
-@pytest.mark.parametrize(
-    ("text", "error"),
-    [
-        ("x", "'x' is not an index"),
-        ("-1", "'-1' is not an index"),
-        ("1-", "'1-' is not an index"),
-        ("3-1", "'3-1' is an empty range"),
-        ("1-5:0", "empty range"),
-        ("1,,2", "'' is not an index"),
-        ("0-3%", "'' is not a number"),
-        ("0-3%0", "'0' is not a number"),
-        ("0-3%x", "'x' is not a number"),
-        ("0-100000", "100001 elements: one job may have at most 100000"),
-        ("0-999999999", "1000000000 elements"),
-        ("0-60000,70000-130000", "elements: one job may have at most"),
-        ("٣", "is not an index"),
-        ("%8", "'' is not an index"),
-        ("1;2", "'1;2' is not an index"),
-    ],
-)
-def test_wrong_array_text_is_refused(text: str, error: str) -> None:
+def test_wrong_array_or_sweep_is_refused(text: str, sweep: list[str], error: str) -> None:
     with pytest.raises(SpecError) as caught:
-        arrays.parse(text, ())
+        arrays.parse(text, sweep)
     assert error in caught.value.message
     assert "\n" not in caught.value.message
-
-
-def test_no_array_and_no_sweep_give_none() -> None:
-    assert arrays.parse("", ()) is None
 
 
 def test_sweep_is_every_combination_with_last_name_fastest() -> None:
@@ -109,50 +110,23 @@ def test_sweep_values_are_split_like_csv_and_ranges(item: str, values: list[str]
 
 
 @pytest.mark.parametrize(
-    ("text", "sweep", "error"),
+    ("args", "values", "expected"),
     [
-        ("0-3", ["a=1"], "both define the elements"),
-        ("", ["lr"], "is not NAME=VALUES"),
-        ("", ["=1"], "is not NAME=VALUES"),
-        ("", ["1a=2"], "is not NAME=VALUES"),
-        ("", ["a b=2"], "is not NAME=VALUES"),
-        ("", ['a="1'], "are not a list"),
-        ("", ["a=1", "a=2"], "names 'a' twice"),
-        ("", ["a=0-999", "b=0-999"], "1000000 elements"),
-        ("", ["a=9-1"], "empty range"),
-        ("", ["a="], "gives no value"),
-        ("", ["lr=0.1,"], "a value is empty"),
-        ("", ["lr=,0.1"], "a value is empty"),
-        ("", ["lr=1,,2"], "a value is empty"),
-        ("", ["seed=0..9"], "'0..9' is not a range"),
-        ("", ["seed=1,3...5"], "'3...5' is not a range"),
+        (
+            ("--lr", "{lr}", "{name}{lr}", "{other}"),
+            (("lr", "0.1"), ("seed", "7")),
+            ("--lr", "0.1", "{name}0.1", "{other}", "--seed=7"),
+        ),
+        ((), (), ()),
+        (("{a}", "{b}"), (("a", "{b}"), ("b", "1")), ("{b}", "1")),  # it is not scanned again
+        (("{a}",), (("a", "{b}"), ("b", "1")), ("{b}", "--b=1")),
     ],
 )
-def test_wrong_sweep_is_refused(text: str, sweep: list[str], error: str) -> None:
-    with pytest.raises(SpecError) as caught:
-        arrays.parse(text, sweep)
-    assert error in caught.value.message
-
-
-def test_sweep_value_replaces_placeholder_or_is_appended() -> None:
-    program = Program("script", "train.py", args=("--lr", "{lr}", "{name}{lr}", "{other}"))
-    assert arrays.program_of(program, (("lr", "0.1"), ("seed", "7"))).args == (
-        "--lr",
-        "0.1",
-        "{name}0.1",
-        "{other}",
-        "--seed=7",
-    )
-    assert arrays.program_of(Program("script", "train.py"), ()).args == ()
-
-
-def test_sweep_value_that_looks_like_placeholder_is_not_replaced() -> None:
-    """Replaced text is not scanned again."""
-    program = Program("script", "train.py", args=("{a}", "{b}"))
-    assert arrays.program_of(program, (("a", "{b}"), ("b", "1"))).args == ("{b}", "1")
-    assert arrays.program_of(
-        Program("script", "train.py", args=("{a}",)), (("a", "{b}"), ("b", "1"))
-    ).args == ("{b}", "--b=1")
+def test_sweep_value_replaces_placeholder_or_is_appended(
+    args: tuple[str, ...], values: tuple[tuple[str, str], ...], expected: tuple[str, ...]
+) -> None:
+    program = Program("script", "train.py", args=args)
+    assert arrays.program_of(program, values).args == expected
 
 
 @given(INDICES, st.integers(1, 300), st.none() | st.integers(1, 50))
@@ -163,17 +137,15 @@ def test_pieces_cover_array_and_respect_limits(
     assert [piece.offset + index for piece in pieces for index in piece.indices] == indices
     assert all(0 <= index < largest for piece in pieces for index in piece.indices)
     assert [piece.offset for piece in pieces] == sorted({piece.offset for piece in pieces})
+    shares = [piece.at_once for piece in pieces if piece.at_once is not None]
     if at_once is None:
-        assert all(piece.at_once is None for piece in pieces)
+        assert shares == []
     else:
-        shares = [piece.at_once for piece in pieces if piece.at_once is not None]
         assert len(shares) == len(pieces)
-        assert min(shares) >= 1
         assert sum(shares) == max(at_once, len(pieces))  # each piece gets at least one
-        assert max(shares) - min(shares) <= 1
+        assert 1 <= min(shares) <= max(shares) <= min(shares) + 1
 
 
 @given(INDICES)
 def test_ranges_text_expands_to_same_indices(indices: list[int]) -> None:
-    assert expand_ranges(arrays.ranges_text(indices)) == indices
     assert arrays.indices(arrays.ranges_text(indices), "here") == tuple(indices)

@@ -54,18 +54,15 @@ def test_blamed_host_is_avoided_for_a_day_in_its_cluster(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     job = job_that_blamed(tmp_path, {"host": "gpu1"}, {"host": "gpu2", "kind": "node_lost"})
-    BadHosts("hpc").note(job)
-    BadHosts("hpc").note(job)
-    assert names() == ["gpu1", "gpu2"]
-    assert names("another") == []
-    path = next(Path(BadHosts("hpc")._path).parent.iterdir())
-    assert (path.stat().st_mode & 0o777, path.parent.stat().st_mode & 0o777) == (0o600, 0o700)
+    for _ in range(2):
+        BadHosts("hpc").note(job)
+    assert (names(), names("another")) == (["gpu1", "gpu2"], [])
     later = time.time() + 86400
     monkeypatch.setattr(time, "time", lambda: later)
     assert names() == []
 
 
-def test_old_and_invalid_events_blame_nobody(tmp_path: Path) -> None:
+def test_old_and_invalid_events_and_damaged_records_blame_nobody(tmp_path: Path) -> None:
     old = (datetime.now(timezone.utc) - timedelta(hours=25)).isoformat()
     job = job_that_blamed(
         tmp_path,
@@ -77,13 +74,21 @@ def test_old_and_invalid_events_blame_nobody(tmp_path: Path) -> None:
         {"host": "gpu1", "kind": "../x"},
     )
     BadHosts("hpc").note(job)
-    assert names() == []
-
-
-def test_damaged_record_blames_nobody(tmp_path: Path) -> None:
     job = job_that_blamed(tmp_path, {"host": "gpu1"})
     BadHosts("hpc").note(replace(job, spec=job.spec | {"nproc_per_node": None}))
     assert names() == []
+
+
+def test_store_is_private_and_bounded_and_damage_is_ignored(tmp_path: Path) -> None:
+    events = [{"host": f"gpu{number}", "why": "x" * 4000} for number in range(300)]
+    BadHosts("hpc").note(job_that_blamed(tmp_path, *events))
+    path = BadHosts("hpc")._path
+    assert len(names()) == 200
+    assert path.stat().st_size < 200_000
+    assert path.stat().st_mode & 0o777 == 0o600
+    for damage in (b"[1]", b"{", b'{"cluster": "hpc", "hosts": [{"host": 1}, 2], "cleared": 3}'):
+        path.write_bytes(damage)
+        assert names() == []
 
 
 def test_host_of_a_job_blames_no_host_of_another_job(tmp_path: Path) -> None:
@@ -92,26 +97,13 @@ def test_host_of_a_job_blames_no_host_of_another_job(tmp_path: Path) -> None:
     assert names() == ["gpu2"]
 
 
-def test_store_is_bounded_and_damage_is_ignored(tmp_path: Path) -> None:
-    events = [{"host": f"gpu{number}", "why": "x" * 4000} for number in range(300)]
-    BadHosts("hpc").note(job_that_blamed(tmp_path, *events))
-    path = BadHosts("hpc")._path
-    assert len(names()) == 200
-    assert path.stat().st_size < 200_000
-    for damage in (b"[1]", b"{", b'{"cluster": "hpc", "hosts": [{"host": 1}, 2], "cleared": 3}'):
-        path.write_bytes(damage)
-        assert names() == []
-
-
 def test_forgotten_host_is_not_noted_again_from_the_same_event(tmp_path: Path) -> None:
     job = job_that_blamed(tmp_path, {"host": "gpu1"}, {"host": "gpu2"})
     BadHosts("hpc").note(job)
-    assert BadHosts("hpc").clear("gpu1") == 1
-    BadHosts("hpc").note(job)
-    assert names() == ["gpu2"]
-    assert BadHosts("hpc").clear(None) == 1
-    BadHosts("hpc").note(job)
-    assert names() == []
+    for forgotten, left in (("gpu1", ["gpu2"]), (None, [])):
+        assert BadHosts("hpc").clear(forgotten) == 1
+        BadHosts("hpc").note(job)
+        assert names() == left
     BadHosts("hpc").note(job_that_blamed(tmp_path, {"host": "gpu1"}))
     assert names() == ["gpu1"]
 
@@ -137,18 +129,16 @@ def test_avoided_hosts_come_last(
 
 def test_commands_list_and_forget_bad_hosts(tmp_path: Path) -> None:
     job = job_that_blamed(tmp_path, {"host": "gpu1", "why": "Xid 79\u001b[2J"}, {"host": "gpu2"})
-    BadHosts("hpc").note(job)
-    BadHosts("hpc2").note(replace(job, cluster="hpc2"))
-    shown = command(tmp_path, "hosts", "bad", "--cluster", "hpc").stdout.splitlines()
-    assert [line.split()[:4] for line in shown[1:]] == [
-        ["gpu1", "hpc", "device", job.job_id],
-        ["gpu2", "hpc", "device", job.job_id],
+    for cluster in ("hpc", "hpc2"):
+        BadHosts(cluster).note(replace(job, cluster=cluster))
+    shown = command(tmp_path, "hosts", "bad", "--cluster", "hpc").stdout
+    assert [line.split()[:4] for line in shown.splitlines()[1:]] == [
+        [host, "hpc", "device", job.job_id] for host in ("gpu1", "gpu2")
     ]
-    assert "\x1b" not in "".join(shown)
+    assert "\x1b" not in shown
     assert len(json.loads(command(tmp_path, "hosts", "bad", "--json").stdout)["hosts"]) == 4
     assert "HOST is given without --clear" in command(tmp_path, "hosts", "bad", "x", code=2).stderr
-    assert command(tmp_path, "hosts", "bad", "--clear", "gpu1").stderr == (
-        "clusterjob: 2 hosts forgotten\n"
-    )
+    cleared = command(tmp_path, "hosts", "bad", "--clear", "gpu1").stderr
+    assert cleared == "clusterjob: 2 hosts forgotten\n"
     command(tmp_path, "hosts", "bad", "--clear")
     assert "no job has blamed a host" in command(tmp_path, "hosts", "bad").stderr

@@ -30,30 +30,22 @@ from clusterjob.errors import RecordError, SubmitError
 def test_check_after_failed_dependency_is_unknown_and_not_run() -> None:
     executed = []
 
-    def step(name: str, finding: CheckFinding) -> CheckStep:
+    def step(name: str, finding: CheckFinding, *needs: str) -> CheckStep:
         def check_function() -> Iterator[CheckFinding]:
             executed.append(name)
             yield finding
 
-        return CheckStep(
-            name, check_function, needs={"b": ("a",), "c": ("b",), "e": ("d",)}.get(name, ())
-        )
+        return CheckStep(name, check_function, needs=needs)
 
     steps = [
         step("a", failed("no", "do")),
-        step("b", ok("b")),
-        step("c", ok("c")),
+        step("b", ok("b"), "a"),
+        step("c", ok("c"), "b"),
         step("d", warning("hm", "do")),
-        step("e", ok("e")),
+        step("e", ok("e"), "d"),
     ]
-    states = [(check.name, str(check.state)) for check in run_checks(steps)]
-    assert states == [
-        ("a", "failed"),
-        ("b", "unknown"),
-        ("c", "unknown"),
-        ("d", "warning"),
-        ("e", "ok"),
-    ]
+    states = [str(check.state) for check in run_checks(steps)]
+    assert states == ["failed", "unknown", "unknown", "warning", "ok"]
     assert executed == ["a", "d", "e"]
 
 
@@ -86,15 +78,10 @@ def test_exception_in_check_is_failure_with_its_message() -> None:
 
 
 def test_check_result_is_yielded_before_next_check_runs() -> None:
-    started = []
-
-    def run_second() -> list[CheckFinding]:
-        started.append("second")
-        return [ok("2")]
-
-    checks = run_checks([CheckStep("first", lambda: [ok("1")]), CheckStep("second", run_second)])
+    checks = run_checks(
+        [CheckStep("first", lambda: [ok("1")]), CheckStep("second", lambda: pytest.fail("it ran"))]
+    )
     assert next(checks).message == "1"
-    assert not started
 
 
 EQUAL = {name: ok("3.11") for name in "abc"}
@@ -123,24 +110,6 @@ def test_hosts_with_equal_findings_are_grouped(
     found: dict[str, CheckFinding], hosts: int | None, lines: list[CheckFinding]
 ) -> None:
     assert list(of_hosts(found, hosts)) == lines
-
-
-@given(
-    st.dictionaries(
-        st.text("abcdef0123", min_size=1, max_size=4),
-        st.sampled_from([ok("x"), ok("y"), failed("z", "h")]),
-        max_size=4,
-    )
-)
-def test_grouped_findings_mention_every_host(found: dict[str, CheckFinding]) -> None:
-    lines = list(of_hosts(found))
-    assert {line.state for line in lines} == {finding.state for finding in found.values()}
-    for name, finding in found.items():
-        assert any(
-            finding.message in line.message
-            and (line.message.endswith(" hosts") or name in line.message.split(": ")[0].split(", "))
-            for line in lines
-        )
 
 
 @given(st.text())
@@ -261,11 +230,8 @@ def test_directory_check_refuses_what_jobs_refuse_and_creates_nothing(
     home = tmp_path / "home"
     monkeypatch.setenv("CLUSTERJOB_HOME", str(home))
     assert this_machine.directory() == ok(f"{home} will be created with the first job")
-    assert not home.exists()
-    home.mkdir()
-    for mode in (0o755, 0o700, 0o1777):
-        home.chmod(mode)
-        assert this_machine.directory() == ok(f"{home} is writable")
+    home.mkdir(mode=0o755)
+    assert this_machine.directory() == ok(f"{home} is writable")
     home.chmod(0o777)
     with pytest.raises(RecordError, match=r"everyone can write to it \(mode 0777\)"):
         this_machine.directory()

@@ -28,10 +28,30 @@ class Loader:
         return ["1", "2"] if name in ("db", "model/head") else []
 
     def load_sweep_config(self, master_config: Any, sweep_overrides: list[str]) -> Any:
+        self.composed.append(sweep_overrides)
         if "lr=bad" in sweep_overrides:
             raise ValueError("lr=bad")
-        self.composed.append(sweep_overrides)
-        return len(self.composed)
+
+
+@pytest.mark.parametrize(
+    ("values", "expected"),
+    [
+        (["lr=1", "lr=2", "lr=-30", "lr=0.1", "lr=1e-3", "lr=.5", "lr=2."], ["lr=1", "lr=0.1"]),
+        *(
+            ([f"x={one}", f"x={other}"], [f"x={one}", f"x={other}"])
+            for one, other in (("a", "b"), ("1", "${x}"), ("[1]", "[2]"), ("1", "1x"), ("", "1"))
+        ),
+        *(
+            ([f"{key}=1", f"{key}=2"], [f"{key}=1", f"{key}=2"])
+            for key in ("db", "+db", "model/head", "db@second", "+model/head@x.y")
+        ),
+    ],
+)
+def test_numbers_of_one_type_are_composed_once_and_other_values_each(
+    values: list[str], expected: list[str]
+) -> None:
+    found = composed(*([value, "text=a"] for value in values))
+    assert found == [[value, "text=a"] for value in expected]
 
 
 def composed(*jobs: list[str]) -> list[list[str]]:
@@ -43,25 +63,6 @@ def composed(*jobs: list[str]) -> list[list[str]]:
     for job in jobs:
         shapes.load_sweep_config(None, job)
     return loader.composed
-
-
-def test_numbers_of_one_type_are_composed_once() -> None:
-    jobs = [[f"lr={value}", "text=a"] for value in ("1", "2", "-30", "0.1", "1e-3", ".5", "2.")]
-    assert composed(*jobs) == [["lr=1", "text=a"], ["lr=0.1", "text=a"]]
-
-
-@pytest.mark.parametrize(
-    "values", [("a", "b"), ("1", "${x}"), ("[1]", "[2]"), ("1", "1x"), ("", "1")]
-)
-def test_other_values_are_composed_each(values: tuple[str, str]) -> None:
-    jobs = [[f"x={value}"] for value in values]
-    assert composed(*jobs) == jobs
-
-
-@pytest.mark.parametrize("key", ["db", "+db", "model/head", "db@second", "+model/head@x.y"])
-def test_numbered_options_of_group_are_composed_each(key: str) -> None:
-    jobs = [[f"{key}=1"], [f"{key}=2"]]
-    assert composed(*jobs) == jobs
 
 
 def test_error_of_any_shape_is_raised() -> None:

@@ -6,18 +6,15 @@ The local backend runs the jobs.
 from __future__ import annotations
 
 import json
-import os
-import shlex
 import sys
-import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from itertools import chain
 from pathlib import Path
 from typing import Any
 
 import pytest
-from procs import TEST_TIMEOUT, alive, all_pids, kill_all, wait_until
+from launching import write_tree
 
 from clusterjob.backends import base
 from clusterjob.backends.base import Status
@@ -30,7 +27,6 @@ from clusterjob.core.resources import Resources
 from clusterjob.core.spec import JobSpec
 from clusterjob.errors import (
     PlacementError,
-    RecordError,
     SpecError,
     SubmitInDoubtError,
     UnknownCluster,
@@ -44,43 +40,20 @@ MakePlan = Callable[..., Plan]
 
 
 @pytest.fixture
-def work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Return a directory with a script, and set the interpreter of jobs.
-
-    The interpreter finds no torch to import, so jobs start fast.
-    """
-    python = tmp_path / "python"
-    python.write_text(f'#!/bin/sh\nexec {shlex.quote(sys.executable)} -S "$@"\n')
-    python.chmod(0o755)
-    monkeypatch.setenv("CLUSTERJOB_PYTHON", str(python))
+def work(tmp_path: Path, plain_python: str) -> Path:
+    """Return a directory with a script; the interpreter of jobs starts fast, without torch."""
     (tmp_path / "script.py").write_text("print('hello')\n")
     return tmp_path
 
 
 @pytest.fixture
-def make_plan(work: Path) -> Iterator[MakePlan]:
+def make_plan(work: Path) -> MakePlan:
     def make(text: str = "print('hello')\n", **flags: Any) -> Plan:
         (work / "script.py").write_text(text)
         settings = job_settings.resolve(flags, "local", directory=work)
         return jobs.plan(job_settings.make_spec(SCRIPT, settings, directory=work), settings)
 
-    yield make
-    wanted = f"XDG_CONFIG_HOME={os.environ['XDG_CONFIG_HOME']}".encode()
-
-    def remaining() -> list[int]:
-        return [pid for pid in all_pids() if wanted in environment_of(pid) and alive(pid)]
-
-    try:
-        wait_until(lambda: not remaining(), 15, "the end of all processes")
-    finally:
-        kill_all(remaining())
-
-
-def environment_of(pid: int) -> list[bytes]:
-    try:
-        return Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
-    except OSError:
-        return []
+    return make
 
 
 def spec_of(directory: Path, **values: Any) -> JobSpec:
@@ -230,35 +203,27 @@ def test_workdir_is_relative_to_directory_of_command(work: Path) -> None:
 def test_default_python_is_interpreter_of_active_environment(
     tmp_path: Path, environ: dict[str, str], environment: str | None
 ) -> None:
-    for name in ("venv", "conda"):
-        (tmp_path / name / "bin").mkdir(parents=True)
-        (tmp_path / name / "bin" / "python").touch()
-    (tmp_path / "empty" / "bin").mkdir(parents=True)
+    write_tree(tmp_path, **{"venv/bin/python": "", "conda/bin/python": "", "empty/bin/x": ""})
     set_to = {name: value and str(tmp_path / value) for name, value in environ.items()}
     wanted = f"{tmp_path / environment}/bin/python" if environment else sys.executable
     assert job_settings.default_python(set_to) == wanted
 
 
+@pytest.mark.parametrize("on_path", [True, False])
 def test_default_python_is_not_interpreter_of_pipx_installation(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, on_path: bool
 ) -> None:
-    (tmp_path / "bin").mkdir()
-    (tmp_path / "bin" / "python3").write_text("#!/bin/sh\n")
+    write_tree(tmp_path, **{"bin/python3": "#!/bin/sh\n", "pipx_metadata.json": ""})
     (tmp_path / "bin" / "python3").chmod(0o755)
-    (tmp_path / "pipx_metadata.json").touch()
     monkeypatch.setattr(sys, "prefix", str(tmp_path))
-    monkeypatch.setenv("PATH", str(tmp_path / "bin"))
-    assert job_settings.default_python({}) == str(tmp_path / "bin" / "python3")
-    monkeypatch.setenv("PATH", "/nonexistent")
-    assert job_settings.default_python({}) == sys.executable
+    monkeypatch.setenv("PATH", str(tmp_path / "bin") if on_path else "/nonexistent")
+    wanted = str(tmp_path / "bin" / "python3") if on_path else sys.executable
+    assert job_settings.default_python({}) == wanted
 
 
 def test_backend_names_include_local_and_unknown_name_is_error() -> None:
     names = base.names()
-    assert names[0] == "local"
-    assert {"local", "slurm", "ssh", "mlp"} <= {*names}
-    assert "nosuch" not in names
-    assert len(names) == len(set(names))
+    assert (names[0], sorted(names)) == ("local", sorted({*names, "slurm", "ssh", "mlp"}))
     with pytest.raises(UnknownCluster, match="nosuch"):
         base.load("nosuch")
 
@@ -266,25 +231,15 @@ def test_backend_names_include_local_and_unknown_name_is_error() -> None:
 # -- jobs ------------------------------------------------------------------------------------------
 
 
-def test_plan_is_repeatable_and_writes_no_files(make_plan: MakePlan) -> None:
-    one, two = make_plan(nodes="2"), make_plan(nodes="2")
-    assert one.job_id != two.job_id
-    assert one.text().replace(one.job_id, two.job_id) == two.text()
-    assert not Path(os.environ["CLUSTERJOB_HOME"]).exists()
-
-
 def test_submitted_job_has_record_with_handle(make_plan: MakePlan) -> None:
     plan = make_plan(nodes="2", name="a name")
     record = jobs.submit(plan, "lab", detach=True)
-    assert Records().find(plan.job_id).to_json() == json.loads(json.dumps(record.to_json()))
-    assert (record.job_id, record.name, record.cluster, record.backend, record.nodes) == (
-        plan.job_id,
-        "a name",
-        "lab",
-        "local",
-        2,
-    )
-    assert (record.job_dir, record.spec["nproc_per_node"], record.end) == (plan.job_dir, 1, None)
+    saved = Records().find(plan.job_id).to_json()
+    assert saved == json.loads(json.dumps(record.to_json()))
+    assert saved.items() >= {
+        "job_id": plan.job_id, "name": "a name", "cluster": "lab", "backend": "local", "nodes": 2,
+        "job_dir": str(plan.job_dir), "end": None,
+    }.items()  # fmt: skip
     assert record.handle is not None
     assert (record.handle.backend, record.handle.id) == ("local", plan.job_id)
     assert [agent["node_rank"] for agent in record.handle.data["agents"]] == [0, 1]
@@ -295,119 +250,37 @@ def test_follow_returns_lines_and_verdict_of_job(make_plan: MakePlan) -> None:
     record = jobs.submit(
         make_plan("print('one')\nprint('two')\nraise SystemExit(3)\n"), "local", detach=True
     )
-    lines: list[LogLine] = []
-    updates: list[Status] = []
-    verdict = polling.follow(
-        record, lambda batches: lines.extend(chain.from_iterable(batches)), progress=updates.append
-    )
-    assert [(line.rank, line.stream, line.text) for line in lines] == [
-        (0, "out", "one"),
-        (0, "out", "two"),
-    ]
-    assert (verdict.state, verdict.exit_code) == (JobState.FAILED, 3)
-    assert [update.state for update in updates if update.state.final] == []
-    lines.clear()
-    again = polling.follow(
-        Records().find(record.job_id),
-        lambda batches: lines.extend(chain.from_iterable(batches)),
-        progress=updates.append,
-    )
-    assert again == verdict, "and again, on another day"
-    assert [line.text for line in lines] == ["one", "two"]
+    for each in (record, Records().find(record.job_id)):  # and again, on another day
+        lines: list[LogLine] = []
+        updates: list[Status] = []
+        verdict = polling.follow(
+            each,
+            lambda batches, lines=lines: lines.extend(chain.from_iterable(batches)),
+            progress=updates.append,
+        )
+        assert (verdict.state, verdict.exit_code) == (JobState.FAILED, 3)
+        shown = [(line.rank, line.stream, line.text) for line in lines]
+        assert shown == [(0, "out", "one"), (0, "out", "two")]
+        assert [update.state for update in updates if update.state.final] == []
     assert polling.wait(record) == verdict
 
 
-def test_statuses_returns_ends_in_order_of_records(make_plan: MakePlan) -> None:
-    text = "import os\nraise SystemExit(int(os.environ['CODE']))\n"
-    records = [
-        jobs.submit(make_plan(text, env=[f"CODE={code}"]), "local", detach=True)
-        for code in (0, 1, 2)
-    ]
-    for record in records:
-        polling.wait(record)
-    pairs = polling.statuses([*records, records[1]])
-    assert [status.verdict.exit_code if status.verdict else None for _, status in pairs] == [
-        0,
-        1,
-        2,
-        1,
-    ]
-    assert [record.job_id for record, _ in pairs] == [
-        record.job_id for record in (*records, records[1])
-    ]
-    assert all(record.end is not None for record, _ in pairs)
-    assert polling.statuses([]) == []
-
-
-def test_concurrent_waits_for_job_return_same_exit_code(make_plan: MakePlan, work: Path) -> None:
-    record = jobs.submit(
-        make_plan(
-            "import os, time\n"
-            "while not os.path.exists('leave'):\n"
-            "    time.sleep(0.01)\n"
-            "raise SystemExit(5)\n"
-        ),
-        "local",
-        detach=True,
-    )
-    codes: list[int] = []
-    waiting = [
-        threading.Thread(target=lambda: codes.append(polling.wait(record).exit_code))
-        for _ in range(4)
-    ]
-    for thread in waiting:
-        thread.start()
-    (work / "leave").touch()
-    for thread in waiting:
-        thread.join(TEST_TIMEOUT)
-    assert codes == [5, 5, 5, 5]
-    assert Records().find(record.job_id).end is not None
-
-
-def test_job_that_cannot_be_recorded_leaves_no_directory(make_plan: MakePlan) -> None:
-    plan = make_plan()
-    home = Path(os.environ["CLUSTERJOB_HOME"])
-    home.mkdir(parents=True)
-    (home / "records").touch()
-    with pytest.raises(RecordError, match="cannot be written"):
-        jobs.submit(plan, "local", detach=True)
-    assert not plan.job_dir.exists()
-
-
-def test_ctrl_c_during_submit_cancels_job(
-    make_plan: MakePlan, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("error", [KeyboardInterrupt(), SubmitInDoubtError("nobody knows")])
+def test_job_of_an_interrupted_or_doubtful_submission_is_recorded(
+    make_plan: MakePlan, monkeypatch: pytest.MonkeyPatch, error: BaseException
 ) -> None:
-    class Interrupted(LocalBackend):
+    class Failing(LocalBackend):
         def submit(self, plan: Plan) -> Handle:
-            raise KeyboardInterrupt
+            raise error
 
     plan = make_plan()
-    monkeypatch.setitem(base._loaded, "local", Interrupted())
-    with pytest.raises(KeyboardInterrupt):
+    monkeypatch.setitem(base._loaded, "local", Failing())
+    with pytest.raises(type(error)) as caught:
         jobs.submit(plan, "local", detach=True)
-    gone = replace(Records().find(plan.job_id), submitter=None)
-    assert polling.status(gone).state is JobState.CANCELLED
-
-
-def test_submit_in_doubt_error_names_job(
-    make_plan: MakePlan, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    class InDoubt(LocalBackend):
-        def submit(self, plan: Plan) -> Handle:
-            raise SubmitInDoubtError("nobody knows")
-
-    plan = make_plan()
-    monkeypatch.setitem(base._loaded, "local", InDoubt())
-    with pytest.raises(SubmitInDoubtError) as caught:
-        jobs.submit(plan, "local", detach=True)
-    assert f"`clusterjob status {plan.job_id}`" in caught.value.hint
-    assert Records().find(plan.job_id).handle is None
-
-
-def test_second_submit_of_plan_is_refused(make_plan: MakePlan) -> None:
-    plan = make_plan()
-    record = jobs.submit(plan, "local", detach=True)
-    with pytest.raises(RecordError, match="cannot be made: File exists"):
-        jobs.submit(plan, "local", detach=True)
-    assert Records().find(plan.job_id).handle == record.handle, "the first is untouched"
-    assert polling.wait(record).state is JobState.SUCCEEDED
+    record = Records().find(plan.job_id)
+    assert record.handle is None
+    if isinstance(caught.value, SubmitInDoubtError):
+        assert f"`clusterjob status {plan.job_id}`" in caught.value.hint
+    else:
+        gone = replace(record, submitter=None)
+        assert polling.status(gone).state is JobState.CANCELLED

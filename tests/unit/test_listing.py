@@ -28,7 +28,7 @@ CACHE = ".ended.json"
 @pytest.fixture
 def records(tmp_path: Path) -> Records:
     records = Records()
-    for number in range(100):
+    for number in range(60):
         save(records, tmp_path, f"job-{number:06}", end=ENDED)
     return records
 
@@ -40,21 +40,12 @@ def listed() -> tuple[list[ListRow], list[str]]:
 
 
 def save(records: Records, job_dir: Path, job_id: str, **fields: object) -> Record:
-    handle = Handle(
-        "local", job_id, data={"agents": [], "boot_id": "b", "host": os.uname().nodename}
-    )
+    data = {"agents": [], "boot_id": "b", "host": os.uname().nodename}
     record = Record(
-        job_id,
-        "x",
-        cluster="local",
-        backend="local",
-        job_dir=job_dir,
-        nodes=1,
+        job_id, "x", cluster="local", backend="local", job_dir=job_dir, nodes=1, spec={},
         submitted_at=f"2026-01-01T00:00:00.{job_id[-3:]}Z",
-        spec={},
-        handle=handle,
-        **fields,
-    )
+        handle=Handle("local", job_id, data=data), **fields,
+    )  # fmt: skip
     records.save(record)
     return record
 
@@ -63,7 +54,7 @@ def test_rows_of_ended_jobs_come_from_cache(
     records: Records, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     rows, broken = listed()
-    assert (len(rows), broken) == (100, [])
+    assert (len(rows), broken) == (60, [])
     assert rows[7][:5] == ("job-000007", "FAILED", "3", "1", "local")
     assert rows[7].reason == "rank 1: boom"
     monkeypatch.setattr(Records, "read", lambda *_: pytest.fail("a record was read"))
@@ -75,11 +66,10 @@ def test_replaced_record_is_read_again(records: Records, tmp_path: Path) -> None
     save(records, tmp_path, "job-000007", end=Verdict(JobState.SUCCEEDED, 0).to_json())
     records.remove("job-000008")
     save(records, tmp_path, "new-000500")
-    rows = {row.job_id: row for row in listed()[0]}
-    assert len(rows) == 100
-    assert rows["job-000007"].state == "SUCCEEDED"
-    assert rows["new-000500"].state == "LOST"
-    assert "job-000008" not in rows
+    states = {row.job_id: row.state for row in listed()[0]}
+    assert len(states) == 60
+    assert states.items() >= {("job-000007", "SUCCEEDED"), ("new-000500", "LOST")}
+    assert "job-000008" not in states
 
 
 @pytest.mark.parametrize(
@@ -96,40 +86,32 @@ def test_broken_cache_is_rebuilt(records: Records, content: str) -> None:
     rows, _ = listed()
     (records.directory / CACHE).write_text(content)
     assert listed()[0] == rows
-    assert len(json.loads((records.directory / CACHE).read_bytes())["rows"]) == 100
+    assert len(json.loads((records.directory / CACHE).read_bytes())["rows"]) == 60
 
 
 def test_array_elements_are_listed_as_ended_or_open(records: Records, tmp_path: Path) -> None:
     array = save(records, tmp_path, "arr-000900", array={"indices": [0, 1, 10], "pieces": [0]})
-    records.save(
-        array.element(1).__class__(
-            **{**vars(array.element(1)), "end": ENDED, "handle": array.handle}
-        )
-    )
+    records.save(replace(array.element(1), end=ENDED, handle=array.handle))
     for _ in range(2):
         found = Listing(records)
-        assert sorted(row.job_id for row in found.rows if row.array_id) == ["arr-000900_1"]
+        assert [row.job_id for row in found.rows if row.array_id] == ["arr-000900_1"]
         assert [record.job_id for record in found.open] == ["arr-000900_0", "arr-000900_10"]
-        Listing(records)
 
 
-def test_provisional_end_is_checked_again(records: Records, tmp_path: Path) -> None:
-    provisional_end = Verdict(
-        JobState.LOST, 1, reason="gpu1 is not reached", ended_at=events.now()
+@pytest.mark.parametrize(
+    ("ended_at", "provisional"), [(None, True), ("2026-01-01T00:00:00Z", False)]
+)
+def test_recent_provisional_end_is_checked_again(
+    tmp_path: Path, ended_at: str | None, provisional: bool
+) -> None:
+    end = Verdict(
+        JobState.LOST, 1, reason="gpu1 is not reached", ended_at=ended_at or events.now()
     ).to_json()
-    save(records, tmp_path, "job-000007", end=provisional_end, provisional=True)
-    assert len(Listing(records).open) == 1
+    save(Records(), tmp_path, "job-000007", end=end, provisional=True)
+    assert bool(Listing(Records()).open) == provisional
     (tmp_path / "result.json").write_text(json.dumps(Verdict(JobState.SUCCEEDED, 0).to_json()))
-    assert {row.job_id: row.state for row in listed()[0]}["job-000007"] == "SUCCEEDED"
-    assert Listing(records).open == []
-
-
-def test_old_provisional_end_is_final(records: Records, tmp_path: Path) -> None:
-    provisional_end = Verdict(
-        JobState.LOST, 1, reason="gpu1 is not reached", ended_at="2026-01-01T00:00:00Z"
-    ).to_json()
-    save(records, tmp_path, "job-000007", end=provisional_end, provisional=True)
-    assert Listing(records).open == []
+    assert listed()[0][0].state == ("SUCCEEDED" if provisional else "LOST")
+    assert Listing(Records()).open == []
 
 
 def test_open_job_shows_scheduler_id_nodes_and_restarts(tmp_path: Path) -> None:

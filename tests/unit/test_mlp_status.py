@@ -6,7 +6,6 @@ The answers come from different builds of the command, for many jobs and for err
 from __future__ import annotations
 
 import json
-import os
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -14,7 +13,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from launching import write_tree
 
+from clusterjob.backends.base import Status
 from clusterjob.backends.batch_command import attempts
 from clusterjob.backends.batch_command.backend import Account
 from clusterjob.backends.batch_command.command import CommandOutput
@@ -56,6 +57,18 @@ def record(job_id: str, directory: Path, **more: Any) -> Record:
 
 def task_id(number: int) -> str:
     return f"t-20260101{number:06d}-abcde"
+
+
+def task(state: JobState, text: str, *, number: int = 1, name: str = "a", **more: Any) -> Task:
+    """Return a task that has run."""
+    fields = {"started_at": now()} | more
+    return Task(task_id(number), name, state=state, state_text=text, **fields)
+
+
+def worker(text: str, exit_code: int | None, **more: Any) -> Instance:
+    """Return the worker of node 0."""
+    fields = {"failed": text == "Failed"} | more
+    return Instance("worker_0", 0, state_text=text, exit_code=exit_code, **fields)
 
 
 class FakeCommand:
@@ -105,38 +118,16 @@ def listing(rows: Rows) -> Callable[[Sequence[str]], CommandOutput]:
     return answer
 
 
-def test_status_of_500_jobs_takes_at_most_six_calls(tmp_path: Path, volc: Any) -> None:
-    rows = [
-        {"JobId": task_id(number), "JobName": f"job-{number}", "Status": "Running"}
-        for number in range(500)
-    ]
-    command = volc(listing(rows))
-    records = [record(f"job-{number}", tmp_path) for number in range(500)]
-    found = MlpBackend().status(records)
-    assert {status.state for status in found.values()} == {JobState.RUNNING}
-    assert len(command.calls) <= 6, "100 rows a page, and one that is empty"
-
-
 def test_task_search_skips_pages_of_older_tasks(volc: Any) -> None:
-    moments = [time.gmtime(1_700_000_000 + 60 * number) for number in range(5000)]
-    rows = [
-        {
-            "JobId": f"t-{time.strftime('%Y%m%d%H%M%S', moment)}-abcde",
-            "JobName": "old",
-            "Status": "Success",
-        }
-        for moment in moments
-    ]
-    rows += [
-        {
-            "JobId": f"t-202601010000{number:02d}-abcde",
-            "JobName": f"new-{number}",
-            "Status": "Running",
-        }
-        for number in range(5)
-    ]
-    command = volc(listing(rows))
+    def rows(first: float, count: int, name: str) -> Rows:
+        times = [time.strftime("%Y%m%d%H%M%S", time.gmtime(first + 60 * n)) for n in range(count)]
+        return [
+            {"JobId": f"t-{at}-abcde", "JobName": f"{name}-{number}", "Status": "Running"}
+            for number, at in enumerate(times)
+        ]
+
     since = time.mktime((2026, 1, 1, 0, 0, 0, 0, 0, 0))
+    command = volc(listing([*rows(1_700_000_000, 5000, "old"), *rows(since + 86400, 5, "new")]))
     assert len(Volc().tasks([f"new-{number}" for number in range(5)], since)) == 5
     assert len(command.calls) == 1
 
@@ -268,10 +259,10 @@ class FixedTasksBackend(MlpBackend):
     """Backend of a platform whose tasks, workers and log the test sets."""
 
     def __init__(
-        self, tasks: list[Task], instances: Sequence[Instance] = (), lines: Sequence[str] = ()
+        self, tasks: Sequence[Task], instances: Sequence[Instance] = (), lines: Sequence[str] = ()
     ) -> None:
         super().__init__()
-        self.shown, self.workers, self.log = tasks, list(instances), list(lines)
+        self.shown, self.workers, self.log = list(tasks), list(instances), list(lines)
         self.cancelled: list[str] = []
         self.task_queries = 0
 
@@ -290,6 +281,12 @@ class FixedTasksBackend(MlpBackend):
 
     def cancel(self, wanted: Any) -> None:
         self.cancelled.append(wanted)
+
+
+def status_of(
+    job: Record, *tasks: Task, workers: Sequence[Instance] = (), lines: Sequence[str] = ()
+) -> Status:
+    return FixedTasksBackend(tasks, workers, lines).status([job])[job.job_id]
 
 
 def age_task_ends(job: Record, *tasks: Task) -> None:
@@ -316,43 +313,26 @@ def age_task_ends(job: Record, *tasks: Task) -> None:
             JobState.FAILED,
             "Exception",
             {},
-            [
-                Instance(
-                    "worker_0",
-                    0,
-                    state_text="Exception",
-                    exit_code=None,
-                    reason="NodeLost",
-                    failed=True,
-                )
-            ],
+            [worker("Exception", None, reason="NodeLost", failed=True)],
             ("FAILED", 1, "Exception: NodeLost"),
         ),
         (
             JobState.FAILED,
             "Failed",
             {},
-            [
-                Instance(
-                    "worker_0", 0, state_text="Killed", exit_code=143, reason="DeadlineExceeded"
-                )
-            ],
+            [worker("Killed", 143, reason="DeadlineExceeded")],
             ("FAILED", 124, "out of time"),
         ),
         (JobState.CANCELLED, "Killed", {}, [], ("CANCELLED", 143, "not by clusterjob")),
-        (
-            JobState.CANCELLED,
-            "Killed",
-            {"preemptible": "true"},
-            [],
-            ("PREEMPTED", 75, "reclaimed its machines"),
-        ),
-        (
-            JobState.CANCELLED,
-            "Killed",
-            {"preemptible": "true", "retries": "0"},
-            [],
-            ("PREEMPTED", 75, "reclaimed its machines"),
+        *(
+            (
+                JobState.CANCELLED,
+                "Killed",
+                {"preemptible": "true", **options},
+                [],
+                ("PREEMPTED", 75, "reclaimed its machines"),
+            )
+            for options in ({}, {"retries": "0"})
         ),
     ],
 )
@@ -365,140 +345,88 @@ def test_end_without_verdict_uses_platform_state_after_wait_for_log(
     expected: tuple[str, int, str],
 ) -> None:
     job = record("a", tmp_path, options=options)
-    ended = Task(
-        task_id(1), "a", state=state, state_text=task_status, started_at=now(), ended_at=now()
-    )
-    backend = FixedTasksBackend([ended], instances)
-    first = backend.status([job])["a"]
+    ended = task(state, task_status, ended_at=now())
+    first = status_of(job, ended, workers=instances)
     assert (first.state, first.verdict) == (JobState.RUNNING, None), "the log may lag"
     assert "waiting for the rest of its log" in first.reason
     age_task_ends(job, ended)
-    found = FixedTasksBackend([ended], instances).status([job])["a"]
+    found = status_of(job, ended, workers=instances)
     assert found.verdict is not None
     assert (found.state.value, found.verdict.exit_code) == expected[:2]
     assert expected[2] in found.reason
 
 
+def failed_by(code: int, signal: str | None) -> str:
+    """Return the line of an agent whose worker has failed."""
+    failure = {
+        "rank": 1, "local_rank": 1, "node_rank": 0, "host": "h", "exit_code": code,
+        "signal": signal, "message": "it is gone",
+    }  # fmt: skip
+    verdict = {"state": "FAILED", "exit_code": code, "reason": "rank 1 failed", "failure": failure}
+    return f"1 clusterjob-verdict {json.dumps({**verdict, 'consequences': []})}"
+
+
+REFUSED = "clusterjob-refused 143 h: a setup line failed: module load"
+
+
 @pytest.mark.parametrize(
-    ("task_status", "signal", "cancelled", "options", "expected"),
+    ("task_status", "line", "code", "cancelled", "options", "expected"),
     [
-        ("Killed", "SIGTERM", True, {}, ("CANCELLED", 143)),
-        ("Killed", "SIGKILL", True, {}, ("CANCELLED", 143)),
-        ("Killed", "SIGTERM", False, {}, ("CANCELLED", 143)),
-        ("Killed", "SIGTERM", False, {"preemptible": "true", "retries": "0"}, ("PREEMPTED", 75)),
-        ("Killed", None, True, {}, ("FAILED", 3)),  # the workers failed before the cancel
-        ("Failed", "SIGKILL", False, {}, ("FAILED", 137)),  # for example out of memory
+        ("Killed", failed_by(143, "SIGTERM"), 143, True, {}, ("CANCELLED", 143)),
+        ("Killed", failed_by(137, "SIGKILL"), 137, True, {}, ("CANCELLED", 143)),
+        ("Killed", failed_by(143, "SIGTERM"), 143, False, {}, ("CANCELLED", 143)),
+        (
+            "Killed",
+            failed_by(143, "SIGTERM"),
+            143,
+            False,
+            {"preemptible": "true", "retries": "0"},
+            ("PREEMPTED", 75),
+        ),
+        ("Killed", failed_by(3, None), 3, True, {}, ("FAILED", 3)),  # before the cancel
+        ("Failed", failed_by(137, "SIGKILL"), 137, False, {}, ("FAILED", 137)),  # out of memory
+        ("Killed", REFUSED, 143, False, {}, ("CANCELLED", 143)),
+        ("Failed", REFUSED, 143, False, {}, ("FAILED", 143)),
     ],
 )
 def test_workers_killed_by_platform_signal_are_not_reported_as_failed(
     tmp_path: Path,
     task_status: str,
-    signal: str | None,
+    line: str,
+    code: int,
     cancelled: bool,
     options: dict[str, str],
     expected: tuple[str, int],
 ) -> None:
     job = record("a", tmp_path, options=options)
-    code = {"SIGTERM": 143, "SIGKILL": 137, None: 3}[signal]
-    failure = {
-        "rank": 1,
-        "local_rank": 1,
-        "node_rank": 0,
-        "host": "h",
-        "exit_code": code,
-        "signal": signal,
-        "message": "it is gone",
-    }
-    agent_verdict = {
-        "state": "FAILED",
-        "exit_code": code,
-        "reason": "rank 1 is gone",
-        "failure": failure,
-        "consequences": [],
-    }
-    ended = Task(
-        task_id(1),
-        "a",
-        state=JobState.CANCELLED if task_status == "Killed" else JobState.FAILED,
-        state_text=task_status,
-        started_at=now(),
-        ended_at=now(),
-    )
+    state = JobState.CANCELLED if task_status == "Killed" else JobState.FAILED
+    ended = task(state, task_status, ended_at=now())
     age_task_ends(job, ended)
     if cancelled:
         ends.cancel(job.job_dir)
-    found = FixedTasksBackend(
-        [ended],
-        [
-            Instance(
-                "worker_0",
-                0,
-                state_text=task_status,
-                exit_code=code,
-                failed=task_status == "Failed",
-            )
-        ],
-        [f"1 clusterjob-verdict {json.dumps(agent_verdict)}"],
-    ).status([job])["a"]
+    found = status_of(job, ended, workers=[worker(task_status, code)], lines=[line])
     assert found.verdict is not None
     assert (found.state.value, found.verdict.exit_code) == expected
 
 
-@pytest.mark.parametrize(("task_status", "state"), [("Killed", "CANCELLED"), ("Failed", "FAILED")])
-def test_node_ended_by_platform_in_setup_lines_has_platform_state(
-    tmp_path: Path, task_status: str, state: str
-) -> None:
-    job = record("a", tmp_path)
-    ended = Task(
-        task_id(1),
-        "a",
-        state=JobState(state),
-        state_text=task_status,
-        started_at=now(),
-        ended_at=now(),
-    )
-    age_task_ends(job, ended)
-    ended_all = [
-        Instance(
-            "worker_0", 0, state_text=task_status, exit_code=143, failed=task_status == "Failed"
-        )
-    ]
-    found = FixedTasksBackend(
-        [ended], ended_all, ["clusterjob-refused 143 h: a setup line failed: module load"]
-    ).status([job])["a"]
-    assert found.verdict is not None
-    assert (found.state.value, found.verdict.exit_code) == (state, 143)
-
-
 def test_task_to_retry_is_pending_until_last_attempt_or_timeout(tmp_path: Path) -> None:
+    first, second = (task(JobState.FAILED, "Failed", number=number) for number in (1, 2))
+    log = {"workers": [worker("Failed", 5)], "lines": [failed_by(5, None)]}
     job = record("a", tmp_path, max_restarts=1, options={"retry_interval": "100"})
-    ended = [
-        Task(task_id(number), "a", state=JobState.FAILED, state_text="Failed", started_at=now())
-        for number in (1, 2)
-    ]
-    verdict = {"state": "FAILED", "exit_code": 5, "reason": "rank 0 failed"}
-    line = f"1 clusterjob-verdict {json.dumps({**verdict, 'consequences': []})}"
-    worker = [Instance("worker_0", 0, state_text="Failed", exit_code=5, failed=True)]
-    waiting = FixedTasksBackend(ended[:1], worker, [line]).status([job])["a"]
+    waiting = status_of(job, first, **log)
     assert (waiting.state, waiting.verdict) == (JobState.PENDING, None)
     assert (
         waiting.reason
-        == "the platform starts it again (attempt 2 of 2); it was failed: rank 0 failed"
+        == "the platform starts it again (attempt 2 of 2); it was failed: rank 1 failed"
     )
-    last = FixedTasksBackend(ended[1:], worker, [line]).status([job])["a"]
+    last = status_of(job, second, **log)
     assert last.verdict is not None
-    assert (last.state, last.restarts, last.verdict.attempt, last.verdict.exit_code) == (
-        JobState.FAILED,
-        1,
-        1,
-        5,
-    )
+    found = (last.state, last.restarts, last.verdict.attempt, last.verdict.exit_code)
+    assert found == (JobState.FAILED, 1, 1, 5)
     other = record("b", tmp_path, max_restarts=1, options={"retry_interval": "100"})
-    theirs = replace(ended[0], name="b")
+    theirs = replace(first, name="b")
     age_task_ends(other, theirs)
-    assert (
-        FixedTasksBackend([theirs], worker, [line]).status([other])["b"].state is JobState.FAILED
-    ), "it did not come"
+    assert status_of(other, theirs, **log).state is JobState.FAILED, "it did not come"
 
 
 @pytest.mark.parametrize(
@@ -509,60 +437,27 @@ def test_killed_preemptible_task_is_pending_with_any_retry_count(
     tmp_path: Path, options: dict[str, str], attempt_text: str
 ) -> None:
     job = record("a", tmp_path, options={"preemptible": "true", **options})
-    killed = Task(task_id(1), "a", state=JobState.CANCELLED, state_text="Killed", started_at=now())
     line = (
         '1 clusterjob-verdict {"state": "CANCELLED", "exit_code": 143, "reason": "SIGTERM on gpu7"}'
     )
-    found = FixedTasksBackend(
-        [killed], [Instance("worker_0", 0, state_text="Killed", exit_code=143)], [line]
-    ).status([job])["a"]
+    killed = task(JobState.CANCELLED, "Killed")
+    found = status_of(job, killed, workers=[worker("Killed", 143)], lines=[line])
     assert (found.state, found.verdict) == (JobState.PENDING, None)
     assert attempt_text in found.reason
 
 
-def test_end_of_task_is_reported_when_disk_is_full(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def full(*_: Any) -> None:
-        raise OSError(28, "No space left on device")
-
-    job, backend = (
-        record("a", tmp_path),
-        FixedTasksBackend(
-            [
-                Task(
-                    task_id(1),
-                    "a",
-                    state=JobState.SUCCEEDED,
-                    state_text="Success",
-                    started_at=now(),
-                )
-            ]
-        ),
-    )
-    monkeypatch.setattr(attempts.files, "write_json", full)
-    assert backend.status([job])["a"].reason.endswith("waiting for the rest of its log")
-    later = time.time() + 30
-    monkeypatch.setattr(attempts.time, "time", lambda: later)
-    time.sleep(0.01)  # longer than the poll interval
-    assert backend.status([job])["a"].state is JobState.SUCCEEDED
-
-
 def test_task_missing_from_list_is_unknown_first_and_lost_later(tmp_path: Path) -> None:
     job = record("a", tmp_path)
-    assert FixedTasksBackend([]).status([job])["a"].state is JobState.PENDING
-    running = Task(task_id(1), "a", state=JobState.RUNNING, state_text="Running", started_at=now())
-    assert FixedTasksBackend([running]).status([job])["a"].state is JobState.RUNNING
-    assert FixedTasksBackend([]).status([job])["a"].state is JobState.UNKNOWN
+    running = task(JobState.RUNNING, "Running")
+    states = [status_of(job, *tasks).state for tasks in ((), (running,), ())]
+    assert states == [JobState.PENDING, JobState.RUNNING, JobState.UNKNOWN]
     path = job.job_dir / "platform.json"
     path.write_text(
         json.dumps(json.loads(path.read_text()) | {"missing_since": time.time() - 1000})
     )
-    lost = FixedTasksBackend([]).status([job])["a"]
-    assert (lost.state, lost.reason) == (
-        JobState.LOST,
-        "the platform does not show its task any more",
-    )
+    lost = status_of(job)
+    assert lost.state is JobState.LOST
+    assert lost.reason == "the platform does not show its task any more"
 
 
 @pytest.mark.parametrize("array", [None, {"indices": [0, 1], "pieces": [0]}])
@@ -571,13 +466,11 @@ def test_cancelled_submission_without_task_is_unknown_first_and_cancelled_later(
 ) -> None:
     whole = record("a", tmp_path, handle=None, array=array)
     ends.cancel(whole.job_dir)
-    waiting = FixedTasksBackend([]).status([whole.element(1) if array else whole])
-    assert {(status.state, status.reason) for status in waiting.values()} == {
-        (JobState.UNKNOWN, "it is being cancelled; the platform does not show it (yet)")
-    }
+    waiting = status_of(whole.element(1) if array else whole)
+    assert waiting.state is JobState.UNKNOWN
+    assert waiting.reason == "it is being cancelled; the platform does not show it (yet)"
     long_ago = replace(whole, submitted_at="2026-01-01T00:00:00.000Z")
-    found = FixedTasksBackend([]).status([long_ago.element(1) if array else long_ago])
-    assert [status.state for status in found.values()] == [JobState.CANCELLED]
+    assert status_of(long_ago.element(1) if array else long_ago).state is JobState.CANCELLED
 
 
 @pytest.mark.parametrize("array", [None, {"indices": [0, 1], "pieces": [0]}])
@@ -597,59 +490,33 @@ def test_private_files_of_killed_submitter_are_removed(
     whole = record(
         "a", tmp_path, handle=None, array=array, submitter=ProcessIdentity.of_this_process()
     )
-    left = [
-        whole.job_dir / "task.private.yaml",
-        whole.job_dir / ".task.private.yaml.x1y2",
-        whole.job_dir / "upload" / "train.py",
-    ]
-    left[-1].parent.mkdir()
-    for path in left:
-        path.write_text("a secret")
-
-    def poll_status(submitter: ProcessIdentity | None) -> None:
-        polled = replace(whole, submitter=submitter)
-        FixedTasksBackend(tasks).status(
-            [polled.element(index) for index in array["indices"]] if array else [polled]
-        )
-
-    poll_status(whole.submitter)
-    assert left[0].exists(), "it is being read just now"
-    poll_status(None)
-    assert [path for path in (*left, left[-1].parent) if path.exists()] == []
+    names = ("task.private.yaml", ".task.private.yaml.x1y2", "upload/train.py")
+    write_tree(whole.job_dir, **dict.fromkeys(names, "a secret"))
+    for polled, left in ((whole, names), (replace(whole, submitter=None), ())):
+        elements = [polled.element(index) for index in array["indices"]] if array else [polled]
+        FixedTasksBackend(tasks).status(elements)
+        assert tuple(name for name in names if (whole.job_dir / name).exists()) == left
+    assert not (whole.job_dir / "upload").exists()
 
 
 def test_new_attempt_of_cancelled_job_is_cancelled(tmp_path: Path) -> None:
     job = record("a", tmp_path)
     ends.cancel(job.job_dir)
-    backend = FixedTasksBackend([Task(task_id(2), "a", state=JobState.PENDING, state_text="Queue")])
+    backend = FixedTasksBackend([task(JobState.PENDING, "Queue", number=2, started_at=None)])
     assert backend.status([job])["a"].reason == "it is being cancelled"
     assert backend.cancelled == [task_id(2)]
 
 
 def test_repeated_status_queries_platform_once_per_poll_interval(tmp_path: Path) -> None:
     job = record("a", tmp_path, options={"poll": "1000"})
-    backend = FixedTasksBackend(
-        [Task(task_id(1), "a", state=JobState.RUNNING, state_text="Running", started_at=now())]
-    )
-    for _ in range(50):
-        assert backend.status([job])["a"].state is JobState.RUNNING
-    assert backend.task_queries == 1
+    backend = FixedTasksBackend([task(JobState.RUNNING, "Running")])
+    found = {backend.status([job])["a"].state for _ in range(50)}
+    assert (found, backend.task_queries) == ({JobState.RUNNING}, 1)
 
 
 def test_fetch_from_platform_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ClusterJobError, match="cannot be reached from here"):
         MlpBackend().fetch(record("a", tmp_path), [], tmp_path, None, lambda _: True)
-
-
-def test_account_combines_profile_of_job_and_region_of_environment(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setenv("VOLC_REGION", "cn-shanghai")
-    assert MlpBackend().account_of({"profile": "team"}) == (
-        ("VOLC_PROFILE", "team"),
-        ("VOLC_REGION", "cn-shanghai"),
-    )
-    assert "VOLC_PROFILE" not in os.environ
 
 
 def test_command_uses_profile_of_job_instead_of_shell_account(
@@ -659,11 +526,7 @@ def test_command_uses_profile_of_job_instead_of_shell_account(
         '#!/bin/sh\necho "${VOLC_PROFILE-unset} ${VOLC_REGION-unset} $VOLC_AK"\n'
     )
     (tmp_path / "volc").chmod(0o700)
-    monkeypatch.setenv("PATH", str(tmp_path))
-    for name, value in {
-        "VOLC_PROFILE": "other",
-        "VOLC_REGION": "cn-shanghai",
-        "VOLC_AK": "a key",
-    }.items():
+    variables = {"VOLC_PROFILE": "other", "VOLC_REGION": "cn-shanghai", "VOLC_AK": "a key"}
+    for name, value in {"PATH": str(tmp_path), **variables}.items():
         monkeypatch.setenv(name, value)
     assert Volc({"VOLC_PROFILE": "team"}).run("version").out == "team unset a key\n"

@@ -10,7 +10,6 @@ import pytest
 
 from clusterjob.node import program
 from clusterjob.node.program import Program
-from clusterjob.node.system.files import Appender
 
 
 @pytest.fixture(autouse=True)
@@ -26,46 +25,21 @@ def value_of(script: Program) -> object:
     return module.__dict__["VALUE"]
 
 
-def test_each_round_reads_the_script_once(tmp_path: Path) -> None:
+def test_each_round_reads_the_script_once_and_finds_new_modules(tmp_path: Path) -> None:
     path = tmp_path / "train.py"
     path.write_text("VALUE = 1\n")
     script = Program("script", str(path))
     program.read_ahead(script)
     assert os.fspath(tmp_path) in sys.path_importer_cache
-    path.write_text("VALUE = 2\n")
-    assert value_of(script) == 1
-    program.read_ahead(script)
-    assert value_of(script) == 2
-
-
-def test_module_beside_the_script_that_is_new_in_the_next_round_is_found(tmp_path: Path) -> None:
-    path = tmp_path / "train.py"
     path.write_text("import new_of_this_round as new\nVALUE = new.VALUE\n")
-    script = Program("script", str(path))
-    program.read_ahead(script)
+    assert value_of(script) == 1
     (tmp_path / "new_of_this_round.py").write_text("VALUE = 3\n")
     program.read_ahead(script)
     assert value_of(script) == 3
 
 
-def test_pipe_and_missing_script_are_left_to_the_worker(tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", ["pipe", "missing.py", "/dev/stdin"])
+def test_pipe_and_missing_script_are_left_to_the_worker(tmp_path: Path, name: str) -> None:
     os.mkfifo(tmp_path / "pipe")
-    for name in (str(tmp_path / "pipe"), str(tmp_path / "missing.py"), "/dev/stdin"):
-        program.read_ahead(Program("script", name))
-        assert program._sources == {}
-
-
-def test_appender_keeps_one_descriptor_open_and_closes_it(tmp_path: Path) -> None:
-    path = tmp_path / "log"
-
-    def opened() -> int:
-        links = (f"/proc/self/fd/{number}" for number in os.listdir("/proc/self/fd"))
-        return sum(os.path.lexists(link) and os.readlink(link) == str(path) for link in links)
-
-    file = Appender(path)
-    assert not path.exists()
-    file.write(b"1\n")
-    file.write(b"2\n")
-    assert (path.read_bytes(), opened()) == (b"1\n2\n", 1)
-    del file
-    assert opened() == 0
+    program.read_ahead(Program("script", str(tmp_path / name)))
+    assert program._sources == {}

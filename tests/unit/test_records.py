@@ -59,12 +59,11 @@ def test_record_file_is_private_and_has_a_format_number(records: Records, tmp_pa
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
     assert stat.S_IMODE(path.parent.stat().st_mode) == 0o700
     data = json.loads(path.read_bytes())
-    assert (data["format"], data["job_dir"], data["handle"]["data"]) == (
-        1,
-        "/jobs/a-222222",
-        HANDLE.data,
-    )
+    assert data.items() >= {"format": 1, "job_dir": "/jobs/a-222222"}.items()
     assert os.listdir(path.parent) == ["a-222222.json"]
+    for _ in range(2):
+        records.remove("a-222222")
+    assert records.all() == []
 
 
 def test_records_are_sorted_by_time_of_submission(records: Records) -> None:
@@ -82,74 +81,22 @@ def test_missing_directory_has_no_jobs(records: Records, tmp_path: Path) -> None
 
 
 def test_unique_beginning_of_id_finds_job(records: Records) -> None:
-    for job_id in ("train-222222", "train-233333", "eval-222222", "eval-222222x"):
+    for job_id in ("train-222222", "train-233333"):
         records.save(record(job_id))
     assert records.find("train-22").job_id == "train-222222"
-    assert records.find("eval-222222").job_id == "eval-222222", (
-        "a whole id is clear, even where another begins so"
-    )
     with pytest.raises(JobNotFound, match="'train' matches the ids of 2 jobs") as caught:
         records.find("train")
     assert caught.value.hint == "it could be train-233333, train-222222"
-    assert caught.value.exit_code == 2
     for text in ("", "222222", "../records/train-222222", "train-222222.json", "."):
         with pytest.raises(JobNotFound):
             records.find(text)
 
 
-def test_error_for_unknown_id_names_nearest_id(records: Records) -> None:
-    records.save(record("train-222222"))
-    with pytest.raises(JobNotFound) as caught:
-        records.find("trian-222222")
-    assert caught.value.hint == "did you mean train-222222?"
-
-
 def test_handle_and_end_are_added_to_record(records: Records) -> None:
     saved = record("a-222222")
     records.save(saved)
-    saved = records.with_handle(saved, HANDLE)
-    assert records.find("a-222222") == saved == record("a-222222", handle=HANDLE)
-    saved = records.with_end(saved, END)
+    saved = records.with_end(records.with_handle(saved, HANDLE), END)
     assert records.find("a-222222") == saved == record("a-222222", handle=HANDLE, end=END)
-
-
-def test_record_can_be_removed_twice(records: Records) -> None:
-    records.save(record("a-222222"))
-    records.remove("a-222222")
-    records.remove("a-222222")
-    assert records.all() == []
-
-
-BROKEN_RECORDS = {
-    "empty": b"",
-    "half": b'{"schema": 1, "job_id": "bad-22',
-    "list": b"[]",
-    "null": b"null",
-    "binary": b"\xff\xfe",
-    "no fields": b'{"schema": 1}',
-    "newer": b'{"schema": 2, "job_id": "bad"}',
-    "wrong types": b'{"schema": 1, "job_id": 3, "job_dir": []}',
-    "wrong handle": (
-        b'{"schema": 1, "job_id": "bad-222222", "job_dir": "/x", "submitted_at": "2026", '
-        b'"handle": {"x": 1}}'
-    ),
-    "deep": b"[" * 100_000,
-}
-
-
-@pytest.mark.parametrize("data", BROKEN_RECORDS.values(), ids=BROKEN_RECORDS)
-def test_broken_record_file_hides_no_other_record(
-    records: Records, tmp_path: Path, data: bytes
-) -> None:
-    records.save(record("good-222222"))
-    (tmp_path / "records" / "bad-222222.json").write_bytes(data)
-    (tmp_path / "records" / "notes.txt").touch()
-    (tmp_path / "records" / ".good-222222.json.tmp").write_text("{}")
-    assert [found.job_id for found in records.all()] == ["good-222222"]
-    assert records.find("good").job_id == "good-222222"
-    with pytest.raises((JobNotFound, RecordError)) as caught:
-        records.find("bad-222222")
-    assert "bad-222222" in caught.value.message
 
 
 def test_record_of_another_format_is_kept_and_found_only_on_request(records: Records) -> None:
@@ -162,26 +109,20 @@ def test_record_of_another_format_is_kept_and_found_only_on_request(records: Rec
     assert records.find("new", any_format=True) == newer
 
 
-def test_record_that_cannot_be_written_has_a_hint(tmp_path: Path) -> None:
-    (tmp_path / "file").touch()
-    with pytest.raises(RecordError, match="cannot be written") as caught:
-        Records(tmp_path / "file").save(record("a-222222"))
-    assert "CLUSTERJOB_HOME" in caught.value.hint
-
-
 def test_unreadable_record_is_error_with_reason(records: Records, tmp_path: Path) -> None:
     (tmp_path / "records" / "bad-222222.json").mkdir(parents=True)
     with pytest.raises(RecordError, match=r"bad-222222\.json cannot be read: Is a directory"):
         records.find("bad")
-    blocked = Records(tmp_path / "file")
+
+
+def test_records_in_a_file_are_errors_but_an_end_is_returned(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
+    blocked = Records(tmp_path / "file")
     with pytest.raises(RecordError, match="cannot be read: Not a directory"):
         blocked.all()
-
-
-def test_end_that_cannot_be_saved_is_returned(tmp_path: Path) -> None:
-    (tmp_path / "file").touch()
-    blocked = Records(tmp_path / "file")
+    with pytest.raises(RecordError, match="cannot be written") as caught:
+        blocked.save(record("a-222222"))
+    assert "CLUSTERJOB_HOME" in caught.value.hint
     assert blocked.with_end(record("x"), END).end == END
 
 
@@ -190,30 +131,29 @@ def test_concurrent_writers_leave_whole_record(records: Records, tmp_path: Path)
     writer = f"""
 import sys
 from pathlib import Path
-from clusterjob.node.verdict import JobState, Verdict
 from clusterjob.core.records import Record, Records
 records = Records(Path({str(tmp_path / "records")!r}))
-mark = sys.argv[1]
-for number in range(40):
-    spec = {{"text": mark * 50_000}}
-    records.save(Record("x-222222", mark, "c", "local", Path("/x"), 1, "t", spec))
+for number in range(20):
+    spec = {{"text": sys.argv[1] * 50_000}}
+    records.save(Record("x-222222", sys.argv[1], "c", "local", Path("/x"), 1, "t", spec))
 """
     writers = [subprocess.Popen([sys.executable, "-c", writer, mark]) for mark in "abc"]
-    seen = set()
-    while any(process.poll() is None for process in writers):
-        for found in records.all():
-            assert found.spec["text"] == found.name * 50_000
-            seen.add(found.name)
+    seen = []
+    while any(process.poll() is None for process in writers) or not seen:
+        seen += records.all()
     assert [process.wait(TEST_TIMEOUT) for process in writers] == [0, 0, 0]
-    found = records.find("x")
-    assert found.spec["text"] == found.name * 50_000
-    assert seen
+    assert all(found.spec["text"] == found.name * 50_000 for found in seen)
     assert os.listdir(tmp_path / "records") == ["x-222222.json"]
 
 
-def test_home_comes_from_environment_variable_or_default() -> None:
-    assert unchecked_home({"CLUSTERJOB_HOME": "/somewhere"}) == Path("/somewhere")
-    assert unchecked_home({"CLUSTERJOB_HOME": "~/jobs"}) == Path.home() / "jobs"
-    assert unchecked_home({"CLUSTERJOB_HOME": "relative"}) == Path.cwd() / "relative"
-    assert unchecked_home({}).name == "clusterjob"
-    assert unchecked_home({"CLUSTERJOB_HOME": ""}) == unchecked_home({})
+@pytest.mark.parametrize(
+    ("value", "home"),
+    [
+        ("/somewhere", Path("/somewhere")),
+        ("~/jobs", Path.home() / "jobs"),
+        ("relative", Path.cwd() / "relative"),
+        ("", unchecked_home({})),
+    ],
+)
+def test_home_comes_from_environment_variable_or_default(value: str, home: Path) -> None:
+    assert unchecked_home({"CLUSTERJOB_HOME": value}) == home

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import shlex
@@ -15,22 +16,17 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from procs import TEST_TIMEOUT
 
-from clusterjob.backends.local.backend import LocalBackend
 from clusterjob.core.render import (
-    Quoted,
     in_shell,
     render,
     sh,
     sh_words,
-    verbatim,
 )
-from clusterjob.core.resources import Resources
 from clusterjob.core.spec import JobSpec
 from clusterjob.errors import SpecError, TemplateError
 from clusterjob.node.options import parse
 from clusterjob.node.program import Program
 
-GOLDEN = Path(__file__).parents[1] / "golden" / "node.sh"
 HOSTILE = (
     "'",
     '"',
@@ -163,19 +159,6 @@ def test_path_known_only_on_node_is_read_from_variable(pieces: list[str], place:
     assert in_shell({"a": path}, path, variable="x") == {"a": path}
 
 
-def test_filters_return_quoted_text() -> None:
-    assert all(
-        isinstance(value, Quoted)
-        for value in (sh("x"), sh(3), sh_words([1, "a b"]), verbatim("$x"))
-    )
-    assert (sh("it's"), sh(3), sh_words([1, "a b"]), verbatim("$x")) == (
-        "'it'\"'\"'s'",
-        "3",
-        "1 'a b'",
-        "$x",
-    )
-
-
 @pytest.mark.parametrize(
     "expression",
     [
@@ -221,7 +204,7 @@ def test_numbers_and_quoted_values_are_rendered(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "line", "name"),
+    ("text", "line", "message"),
     [
         ("a\n{{ no_such|sh }}\n", 2, "no_such"),
         ("a\nb\n{{ no_such }}\n", 3, "no_such"),
@@ -229,47 +212,50 @@ def test_numbers_and_quoted_values_are_rendered(tmp_path: Path) -> None:
         ("a\n{% if no_such == 'x' %}{% endif %}\n", 2, "no_such"),
         ("a\n{{ env.no_such|sh }}\n", 2, "no_such"),
         ("a\n\n\n{% include 'agent.sh.j2' %}\n{{ no_such|sh_words }}\n", 5, "no_such"),
+        ("a\n{% if %}\n", 2, ""),
+        ("{% for x in setup %}\n\n", 2, ""),
+        ("a\n\n{{ workdir|shh }}\n", 3, ""),
+        ("a\n{{ workdir|sh }\n", 2, ""),
+        ("a\n{{ nnodes + workdir }}\n", 2, ""),
+        ("a\n{{ nnodes|sh_words }}\n", 2, ""),
+        ("a\nb\n{{ 1 // 0 }}\n", 3, ""),
+        ("a\n{{ env.keys(1, 2, 3)|sh }}\n", 2, ""),
     ],
 )
-def test_undefined_name_is_error_with_line(tmp_path: Path, text: str, line: int, name: str) -> None:
-    path = template(tmp_path, text)
-    with pytest.raises(TemplateError, match=name) as caught:
-        render(path, VALUES)
-    assert f"{path}, line {line}: " in caught.value.message
-    assert caught.value.exit_code == 2
-
-
-@pytest.mark.parametrize(
-    ("text", "line"),
-    [
-        ("a\n{% if %}\n", 2),
-        ("{% for x in setup %}\n\n", 2),
-        ("a\n\n{{ workdir|shh }}\n", 3),
-        ("a\n{{ workdir|sh }\n", 2),
-        ("a\n{{ nnodes + workdir }}\n", 2),
-        ("a\n{{ nnodes|sh_words }}\n", 2),
-        ("a\nb\n{{ 1 // 0 }}\n", 3),
-        ("a\n{{ env.keys(1, 2, 3)|sh }}\n", 2),
-    ],
-)
-def test_broken_template_is_error_with_line(tmp_path: Path, text: str, line: int) -> None:
+def test_broken_template_or_undefined_name_is_error_with_line(
+    tmp_path: Path, text: str, line: int, message: str
+) -> None:
     path = template(tmp_path, text)
     with pytest.raises(TemplateError) as caught:
         render(path, VALUES)
     assert f"{path}, line {line}: " in caught.value.message
+    assert message in caught.value.message
     assert "\n" not in caught.value.message
 
 
-def test_unreadable_template_is_error(tmp_path: Path) -> None:
-    with pytest.raises(TemplateError, match="nosuch"):
-        render(tmp_path / "nosuch.j2", VALUES)
-    with pytest.raises(TemplateError, match=r"nosuch\.j2'? does not exist"):
-        render(template(tmp_path, "{% include 'nosuch.j2' %}"), VALUES)
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("nosuch.j2", "nosuch"),
+        ("include.j2", r"absent\.j2'? does not exist"),
+        ("latin.j2", r"latin\.j2 cannot be read"),
+        ("", "' does not exist"),
+    ],
+)
+def test_unreadable_template_is_error(tmp_path: Path, name: str, message: str) -> None:
+    template(tmp_path, "{% include 'absent.j2' %}", "include.j2")
     (tmp_path / "latin.j2").write_bytes(b"# caf\xe9\n")
-    with pytest.raises(TemplateError, match=r"latin\.j2 cannot be read"):
-        render(tmp_path / "latin.j2", VALUES)
-    with pytest.raises(TemplateError, match="' does not exist"):
-        render(tmp_path, VALUES)
+    with pytest.raises(TemplateError, match=message):
+        render(tmp_path / name, VALUES)
+
+
+NAMES = ("doing", "end", "key", "value", "line", "refuse", "script", "status", "code", "_X")
+
+
+RESERVED = (
+    "UID", "EUID", "GROUPS", "PPID", "RANDOM", "LINENO", "SHELLOPTS", "BASHOPTS", "BASH_VERSINFO",
+    "DIRSTACK", "_",
+)  # fmt: skip
 
 
 def test_user_template_includes_neighbour_files_and_built_in_templates(
@@ -299,51 +285,33 @@ def test_template_syntax_in_values_is_not_rendered() -> None:
 # -- node script, run by a real bash ---------------------------------------------------------------
 
 
-def test_node_script_equals_golden_file() -> None:
-    assert render("node.sh.j2", VALUES) == GOLDEN.read_text(), (
-        f"where this is meant, `python tests/unit/{Path(__file__).name}` writes it"
-    )
-    subprocess.run(["bash", "-n", str(GOLDEN)], check=True, timeout=TEST_TIMEOUT)
-
-
 class Recorder:
-    """Interpreter that records its directory, arguments and environment."""
+    """Interpreter that prints its directory, arguments and environment."""
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
         self.python = directory / "recorder"
-        recorder = directory / "recorder.py"
-        recorder.write_text(
-            "import json, os, sys\n"
-            "json.dump([os.getcwd(), sys.argv[1:], dict(os.environ)], "
-            "open(os.path.dirname(sys.argv[1]) + '/record.json', 'w'))\n"
+        printer = (
+            "import json, os, sys;print(json.dumps([os.getcwd(), sys.argv[1:], dict(os.environ)]))"
         )
-        command = shlex.join([sys.executable, "-X", "utf8", "-SE", str(recorder)])
+        command = shlex.join([sys.executable, "-X", "utf8", "-SE", "-c", printer])
         self.python.write_text(f'#!/bin/sh\nexec {command} "$@"\n')
         self.python.chmod(0o755)
 
     def run(
         self, script: str, job_dir: Path, variables: dict[str, str] | None = None
     ) -> tuple[str, list[str], dict[str, str]]:
-        """Run a node's script as the backend does.
-
-        Return the interpreter's directory, arguments and environment.
-        """
+        """Run a node's script as the backend does; return what the interpreter prints."""
         (job_dir / "ends").mkdir(parents=True, exist_ok=True)
         path = job_dir / "node.sh"
         path.write_bytes(script.encode(errors="surrogateescape"))
         inherited = {"PATH": os.environ["PATH"], "CLUSTERJOB_NODE_RANK": "0", **(variables or {})}
         done = subprocess.run(
-            ["bash", str(path)],
-            env=inherited,
-            cwd=self.directory,
-            capture_output=True,
-            timeout=TEST_TIMEOUT,
-            check=False,
-        )
-        assert done.returncode == 0, done.stderr
-        assert done.stderr == b""
-        directory, arguments, environ = json.loads((job_dir / "record.json").read_text())
+            ["bash", str(path)], env=inherited, cwd=self.directory, capture_output=True,
+            stdin=subprocess.DEVNULL, timeout=TEST_TIMEOUT, check=False,
+        )  # fmt: skip
+        assert (done.returncode, done.stderr) == (0, b"")
+        directory, arguments, environ = json.loads(done.stdout)
         return directory, arguments, environ
 
 
@@ -418,59 +386,38 @@ def environment_from_node_script(
     )[2]
 
 
-@pytest.mark.parametrize(
-    "name",
-    ["doing", "end", "key", "value", "line", "refuse", "script", "status", "code", "CDPATH", "_X"],
-)
-def test_user_variables_with_names_used_in_script_are_kept(recorder: Recorder, name: str) -> None:
-    assert environment_from_node_script(recorder, {name: "mine 1 2"})[name] == "mine 1 2"
-    assert (
-        environment_from_node_script(recorder, {}, inherited={name: "inherited"})[name]
-        == "inherited"
-    )
+def test_user_variables_with_names_used_in_script_are_kept(recorder: Recorder) -> None:
+    mine = dict.fromkeys((*NAMES, "CDPATH"), "mine 1 2")
+    assert environment_from_node_script(recorder, mine).items() >= mine.items()
+    assert environment_from_node_script(recorder, {}, inherited=mine).items() >= mine.items()
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        "UID",
-        "EUID",
-        "GROUPS",
-        "PPID",
-        "RANDOM",
-        "LINENO",
-        "SHELLOPTS",
-        "BASHOPTS",
-        "BASH_VERSINFO",
-        "DIRSTACK",
-        "_",
-    ],
-)
 def test_variable_reserved_by_bash_is_refused_or_passed_on(
-    recorder: Recorder, tmp_path: Path, name: str
+    recorder: Recorder, tmp_path: Path
 ) -> None:
     """A user variable that is lost without a message is hard to find."""
-    try:
-        JobSpec(Program("command", "true"), tmp_path, env={name: "7"})
-    except SpecError:
-        return
-    assert environment_from_node_script(recorder, {name: "7"}).get(name) == "7"
+    env = {}
+    for name in RESERVED:
+        with contextlib.suppress(SpecError):
+            JobSpec(Program("command", "true"), tmp_path, env={name: "7"})
+            env[name] = "7"
+    assert environment_from_node_script(recorder, env).items() >= env.items()
 
 
 def test_environment_changes_of_setup_lines_are_kept(recorder: Recorder) -> None:
     setup = (
         'export A="$A more"',
+        "",
+        "# only a comment",
         "export B=2; set -eu -o pipefail",
+        "cat",  # its stdin is empty
+        "true &",
         'unset C; export D="$CLUSTERJOB_NODE_RANK"',
         "IFS=0123456789",
     )
     environ = environment_from_node_script(recorder, {"A": "a", "C": "c"}, setup)
-    assert (environ["A"], environ["B"], environ.get("C"), environ["D"]) == (
-        "a more",
-        "2",
-        None,
-        "0",
-    )
+    assert environ.items() >= {"A": "a more", "B": "2", "D": "0"}.items()
+    assert "C" not in environ
 
 
 def test_node_zip_is_first_in_pythonpath(recorder: Recorder) -> None:
@@ -482,25 +429,3 @@ def test_node_zip_is_first_in_pythonpath(recorder: Recorder) -> None:
         recorder, {"PYTHONPATH": "/mine:/yours"}, inherited={"PYTHONPATH": "/inherited"}
     )
     assert environ["PYTHONPATH"] == f"{job_dir / 'clusterjob-node.pyz'}:/mine:/yours"
-
-
-def test_local_plan_defines_all_template_variables(tmp_path: Path) -> None:
-    """A user template that names all documented variables renders."""
-    named = "".join(
-        f"{{% if {name} is defined %}}{{% endif %}}{{% set _ = {name} %}}" for name in VALUES
-    )
-    path = template(tmp_path, f"#!/bin/bash\n{named}{{{{ nnodes }}}} {{{{ env.A|sh }}}}\n")
-    (tmp_path / "script.py").touch()
-    spec = JobSpec(
-        Program("script", "script.py"),
-        tmp_path,
-        resources=Resources(nodes=3),
-        env={"A": "a b"},
-        template=path,
-    )
-    plan = LocalBackend().plan(spec)
-    assert plan.files[-1].text() == "#!/bin/bash\n3 'a b'\n"
-
-
-if __name__ == "__main__":
-    GOLDEN.write_text(render("node.sh.j2", VALUES))

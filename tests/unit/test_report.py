@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-import time
-import tracemalloc
+from collections.abc import Callable
 from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
@@ -25,7 +24,7 @@ from clusterjob.node.verdict import Failure, FailureKind, JobState, Verdict
 
 
 class Outline(HTMLParser):
-    """Collect the tags, attributes and text of a page; check that its elements are nested."""
+    """Collect the tags and the shown text of a page; check that its elements are nested."""
 
     VOID = ("meta", "input", "br", "link", "img")
 
@@ -33,7 +32,7 @@ class Outline(HTMLParser):
         super().__init__()
         self.tags: list[tuple[str, dict[str, str | None]]] = []
         self.open: list[str] = []
-        self.text: list[str] = []
+        self.text = ""
         self.feed(text)
         assert not self.open
 
@@ -50,12 +49,14 @@ class Outline(HTMLParser):
 
     def handle_data(self, data: str) -> None:
         if self.open and self.open[-1] not in ("style", "script"):
-            self.text.append(data)
+            self.text += data
 
 
-def report_of(record: Record) -> str:
-    assert record.verdict is not None
-    data = gather(record, ended(record.verdict), stacks_of(record))
+def report_of(record: Record, status: Status | None = None) -> str:
+    if status is None:
+        assert record.verdict is not None
+        status = ended(record.verdict)
+    data = gather(record, status, stacks_of(record))
     return page.render(lambda detail: values.of_job(data, detail))
 
 
@@ -69,7 +70,7 @@ def test_report_shows_verdict_first_and_all_sections(tmp_path: Path) -> None:
         "verdict", "timeline", "metrics", "waits", "stacks", "output", "environment",
         "code",
     ]  # fmt: skip
-    shown = "".join(Outline(text).text)
+    shown = Outline(text).text
     for wanted in (
         "FAILED after 1 restart",
         "rank 1 (node 0, local rank 1, host gpu0): ValueError: loss is nan",
@@ -94,7 +95,6 @@ def test_report_shows_verdict_first_and_all_sections(tmp_path: Path) -> None:
 
 
 def test_report_shows_table_of_preflight_and_survives_forged_one(tmp_path: Path) -> None:
-    job = WrittenJob(tmp_path)
     table = {
         "columns": [["all-reduce", "GB/s", 3.9]],
         "rows": [["gpu0", [1.0]], [f"gpu1 {HOSTILE}", [0.31]]],
@@ -107,15 +107,18 @@ def test_report_shows_table_of_preflight_and_survives_forged_one(tmp_path: Path)
         "findings": ["torch is not the same"],
         "table": table,
     }
-    record = job.write()
-    path = job.job_dir / EVENTS
+    record = WrittenJob(tmp_path).write()
+    path = record.job_dir / EVENTS
     before = path.read_text()
     path.write_text(before + json.dumps(event) + "\n")
     text = report_of(record)
     assert sections(text)[:2] == ["verdict", "preflight"]
-    assert '<td class="num h1">0.31 ✕</td>' in text
-    assert '<td class="num h7">1.00</td>' in text
-    assert "torch is not the same" in text
+    for part in (
+        '<td class="num h1">0.31 ✕</td>',
+        '<td class="num h7">1.00</td>',
+        "is not the same",
+    ):
+        assert part in text
     assert "<script>alert" not in text
     for wrong in ({"rows": [["gpu0", ["x"]]]}, {"columns": 7}, {"hosts": -1}):
         path.write_text(before + json.dumps(event | {"table": table | wrong}) + "\n")
@@ -123,38 +126,29 @@ def test_report_shows_table_of_preflight_and_survives_forged_one(tmp_path: Path)
 
 
 def test_report_loads_nothing_and_allows_only_its_own_style_and_script(tmp_path: Path) -> None:
-    text = page_of(WrittenJob(tmp_path))
-    outline = Outline(text)
-    for tag, attributes in outline.tags:
-        assert tag not in ("link", "iframe", "object", "embed", "base", "form"), tag
-        assert not {"style", "src", "srcset", "onclick", "onload"} & attributes.keys()
-        href = attributes.get("href") or "#"
-        assert href.startswith("#"), href
+    tags = Outline(page_of(WrittenJob(tmp_path))).tags
+    assert not {"link", "iframe", "object", "embed", "base", "form"} & {tag for tag, _ in tags}
+    names = {name for _, attributes in tags for name in attributes}
+    assert not {"style", "src", "srcset", "onclick", "onload"} & names
+    assert all((attributes.get("href") or "#").startswith("#") for _, attributes in tags)
     [policy] = [
-        attributes["content"]
-        for tag, attributes in outline.tags
-        if tag == "meta" and attributes.get("http-equiv") == "Content-Security-Policy"
+        attributes["content"] or ""
+        for _, attributes in tags
+        if attributes.get("http-equiv") == "Content-Security-Policy"
     ]
-    assert policy is not None
     assert policy.startswith("default-src 'none'; style-src 'sha256-")
     assert "unsafe" not in policy
 
 
 def test_hostile_text_is_escaped_and_has_no_control_characters(tmp_path: Path) -> None:
-    text = page_of(WrittenJob(tmp_path, restarts=1))
-    assert text.count("<script>") == 1  # the page's own
-    assert "alert(1)" in text
-    assert not set(re.findall(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u202e\u2066]", text))
-
-
-def test_hostile_host_of_failure_has_no_control_characters(tmp_path: Path) -> None:
-    record = WrittenJob(tmp_path).write()
+    record = WrittenJob(tmp_path, restarts=1).write()
     assert record.verdict is not None
     assert record.verdict.failure is not None
     failure = replace(record.verdict.failure, host=HOSTILE)
-    data = gather(record, ended(replace(record.verdict, failure=failure)), None)
-    text = page.render(lambda detail: values.of_job(data, detail))
-    assert "\x1b" not in text
+    text = report_of(record, ended(replace(record.verdict, failure=failure)))
+    assert text.count("<script>") == 1  # the page's own
+    assert "alert(1)" in text
+    assert not set(re.findall(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u202e\u2066]", text))
 
 
 def test_report_of_running_job_is_a_snapshot(tmp_path: Path) -> None:
@@ -169,26 +163,17 @@ def test_report_of_running_job_is_a_snapshot(tmp_path: Path) -> None:
 
 
 def test_report_of_older_version_shows_what_it_recorded(tmp_path: Path) -> None:
-    record = WrittenJob(tmp_path).write()
-    for node in (0, 1):
-        for path in node_directory(record.job_dir, node).iterdir():
-            if path.suffix not in (".out", ".err"):
-                path.unlink()
-    record = replace(record, code=None, spec={})
+    record = replace(WrittenJob(tmp_path).write(), code=None, spec={})
+    for path in (record.job_dir / "logs").glob("node*/*"):
+        if path.suffix not in (".out", ".err"):
+            path.unlink()
     text = report_of(record)
     assert sections(text) == ["verdict", "timeline", "output", "code"]
-    assert "No phases are recorded" in text
-    assert "No metrics are recorded" in text
+    for missing in ("phases are", "metrics are"):
+        assert f"No {missing} recorded" in text
     assert "The record has no git revision." in text
     (record.job_dir / EVENTS).unlink()
     assert sections(report_of(record)) == ["verdict", "output", "code"]
-
-
-def test_report_of_record_with_odd_settings_shows_the_others(tmp_path: Path) -> None:
-    record = WrittenJob(tmp_path).write()
-    program = record.spec["program"] | {"args": -1}
-    odd = record.spec | {"program": program, "env": 3, "secret": True, "python": "python9"}
-    assert "python9" in report_of(replace(record, spec=odd))
 
 
 def test_report_without_job_directory_shows_the_record(tmp_path: Path) -> None:
@@ -201,48 +186,24 @@ def test_report_without_job_directory_shows_the_record(tmp_path: Path) -> None:
 @pytest.mark.parametrize("damage", ["cut", "garbage", "binary"])
 def test_damaged_files_cost_only_their_own_lines(tmp_path: Path, damage: str) -> None:
     record = WrittenJob(tmp_path, nodes=2, per_node=2).write()
+    damaged: Callable[[bytes], bytes] = {
+        "cut": lambda data: data[: len(data) * 2 // 3],
+        "garbage": lambda data: (
+            b'[1,2]\n{"a":\n[[[]]]\nNaN\n' + data + b'{"monotonic": "x"}\n[0,-1,0]\n'
+        ),
+        "binary": lambda data: data + bytes(range(256)) * 20,
+    }[damage]
     directory = node_directory(record.job_dir, 1)
-    names = [METRICS, PHASES, ENVIRONMENT]
-    for path in [directory / name for name in names] + [
+    for path in (
+        *(directory / name for name in (METRICS, PHASES, ENVIRONMENT)),
         node_directory(record.job_dir, 0) / "stacks.json",
         record.job_dir / EVENTS,
-    ]:
-        data = path.read_bytes()
-        path.write_bytes(
-            {
-                "cut": data[: len(data) * 2 // 3],
-                "garbage": b'[1,2]\n{"a":\n[[[]]]\nNaN\n'
-                + data
-                + b'{"monotonic": "x"}\n[0,-1,0]\n',
-                "binary": data + bytes(range(256)) * 20,
-            }[damage]
-        )
+    ):
+        path.write_bytes(damaged(path.read_bytes()))
     text = report_of(record)
     assert {"verdict", "timeline", "metrics"} <= {*sections(text)}
     assert text.count('class="hit"') == 4
     Outline(text)
-
-
-def test_jumping_wall_clock_changes_no_time(tmp_path: Path) -> None:
-    def times(text: str) -> list[str]:
-        return re.findall(r'<(?:path|circle|text)[^>]*d="[^"]*"', text)
-
-    record = WrittenJob(tmp_path).write()
-    before = times(report_of(record))
-    path = node_directory(record.job_dir, 1) / PHASES
-    lines = [json.loads(line) for line in path.read_text().splitlines()]
-    for index, line in enumerate(lines):
-        line["time"] += 86400 * (-1) ** index
-    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    assert times(report_of(record)) == before
-
-
-def test_nodes_with_different_clocks_lie_on_one_axis(tmp_path: Path) -> None:
-    text = page_of(WrittenJob(tmp_path, nodes=3, per_node=1, failed=None))
-    [path] = re.findall(r'class="p-running" stroke-width="18"[^>]*', text)
-    begins = re.findall(r"M([\d.]+) [\d.]+h", path)
-    assert len(begins) == 3
-    assert max(map(float, begins)) - min(map(float, begins)) <= 2  # of 876 units
 
 
 def test_node_without_workers_has_a_row(tmp_path: Path) -> None:
@@ -257,12 +218,23 @@ def test_node_without_workers_has_a_row(tmp_path: Path) -> None:
 def test_gpu_errors_are_named(tmp_path: Path) -> None:
     record = WrittenJob(tmp_path, nodes=2, per_node=2).write()
     path = node_directory(record.job_dir, 1) / METRICS
-    lines = path.read_text().splitlines()
-    sample = json.loads(lines[-1])
+    *lines, last = path.read_text().splitlines()
+    sample = json.loads(last)
     sample[12][1][6:8] = [3, 79]
-    path.write_text("\n".join([*lines[:-1], json.dumps(sample)]) + "\n")
+    path.write_text("\n".join([*lines, json.dumps(sample)]) + "\n")
     wanted = "GPU 1 of node 1 reported XID error 79 and 3 uncorrected ECC errors"
     assert wanted in report_of(record)
+
+
+def test_lost_node_is_marked_but_none_for_a_hang_of_all_ranks(tmp_path: Path) -> None:
+    record = WrittenJob(tmp_path).write()
+    failure = Failure.of_node(1, "gpu1", message="its agent is lost")
+    verdict = Verdict(JobState.FAILED, 1, reason="node 1 (host gpu1): lost", failure=failure)
+    text = report_of(record, ended(verdict))
+    assert "node 1, which failed" in text
+    assert '<tr class="failed"><th scope="row">1 ✕</th>' in text
+    hang = replace(failure, kind=FailureKind.HANG)
+    assert "which failed" not in report_of(record, ended(replace(verdict, failure=hang)))
 
 
 def test_output_of_torchrun_is_shown_by_node(tmp_path: Path) -> None:
@@ -274,66 +246,23 @@ def test_output_of_torchrun_is_shown_by_node(tmp_path: Path) -> None:
     assert "torchrun of nodes 0-1</summary>" in report_of(record)
 
 
-def test_lost_node_is_marked(tmp_path: Path) -> None:
-    record = WrittenJob(tmp_path).write()
-    failure = Failure.of_node(1, "gpu1", message="its agent is lost")
-    verdict = Verdict(JobState.FAILED, 1, reason="node 1 (host gpu1): lost", failure=failure)
-    text = report_of(replace(record, end=verdict.to_json()))
-    assert "node 1, which failed" in text
-    assert '<tr class="failed"><th scope="row">1 ✕</th>' in text
-    hang = replace(failure, kind=FailureKind.HANG)  # of all ranks alike: no node is at fault
-    text = report_of(replace(record, end=replace(verdict, failure=hang).to_json()))
-    assert "which failed" not in text
-
-
 def test_report_of_pending_job_says_why_it_waits(tmp_path: Path) -> None:
     record = replace(WrittenJob(tmp_path).write(), end=None, job_dir=tmp_path)
-    data = gather(record, Status(JobState.PENDING, reason="Resources"), None)
-    text = page.render(lambda detail: values.of_job(data, detail))
+    text = report_of(record, Status(JobState.PENDING, reason="Resources"))
     assert "▶ PENDING" in text
     assert '<p class="reason">Resources</p>' in text
 
 
-def test_secret_values_are_not_in_the_report(tmp_path: Path) -> None:
-    record = WrittenJob(tmp_path).write()
-    (record.job_dir / "secrets").write_text("WANDB_API_KEY=topsecret\0")
-    (record.job_dir / "token").write_text("tokentopsecret")
-    text = report_of(record)
-    assert "WANDB_API_KEY" in text
-    assert "topsecret" not in text
-
-
 def test_large_texts_keep_the_page_small(tmp_path: Path) -> None:
-    job = WrittenJob(tmp_path, nodes=2, per_node=128, gpus=False)
-    record = job.write()
+    record = WrittenJob(tmp_path, nodes=2, per_node=128, gpus=False).write()
     (record.job_dir / "code.diff").write_text("+ added line\n" * 300_000)
-    for node in (0, 1):
-        for rank in range(node * 128, node * 128 + 128):
-            path = node_directory(record.job_dir, node) / f"rank{rank}.out"
-            path.write_text("".join(f"{rank} {line} {HOSTILE * 40}\n" for line in range(30)))
+    for path in (record.job_dir / "logs").glob("node*/rank*.out"):
+        lines = (f"{path.name} {line} {HOSTILE * 40}\n" for line in range(30))
+        path.write_text("".join(lines))
     text = report_of(record)
     assert len(text.encode()) <= page.MAX_BYTES
     assert "more bytes: see" in text
     assert text.count("<details><summary>rank ") > 200
-
-
-@pytest.mark.slow
-def test_report_of_256_ranks_and_24_hours_is_small_fast_and_bounded(tmp_path: Path) -> None:
-    job = WrittenJob(
-        tmp_path, nodes=32, per_node=8, failed=77, seconds=86400, restarts=20, interval=60
-    )
-    record = job.write()
-    begin = time.process_time()
-    text = report_of(record)
-    seconds = time.process_time() - begin
-    assert len(text.encode()) <= page.MAX_BYTES
-    assert seconds < 20, seconds  # 3 s on an idle machine
-    assert text.count('class="hit"') == 256
-    tracemalloc.start()
-    report_of(record)
-    _, peak = tracemalloc.get_traced_memory()
-    tracemalloc.stop()
-    assert peak < 120 << 20, peak
 
 
 # -- arrays ----------------------------------------------------------------------------------------
@@ -341,27 +270,17 @@ def test_report_of_256_ranks_and_24_hours_is_small_fast_and_bounded(tmp_path: Pa
 
 def test_report_of_array_has_a_row_for_each_element(tmp_path: Path) -> None:
     record = Record(
-        "sweep-abc234",
-        "sweep",
-        cluster="gpu-cluster",
-        backend="slurm",
-        job_dir=tmp_path / "sweep-abc234",
-        nodes=1,
-        submitted_at="2026-11-24T10:00:00.000Z",
-        spec={"sweep": ["lr=1,2,4"]},
-        array={"indices": [0, 1, 2], "pieces": [0]},
-    )
+        "sweep-abc234", "sweep", cluster="gpu-cluster", backend="slurm", nodes=1,
+        job_dir=tmp_path / "sweep-abc234", submitted_at="2026-11-24T10:00:00.000Z",
+        spec={"sweep": ["lr=1,2,4"]}, array={"indices": [0, 1, 2], "pieces": [0]},
+    )  # fmt: skip
     records = Records()
     records.save(record)
-    for index in (0, 1, 2):
-        bad = index == 1
-        verdict = Verdict(
-            JobState.FAILED if bad else JobState.SUCCEEDED,
-            3 if bad else 0,
-            reason=f"rank 0: {HOSTILE}" if bad else "",
-            started_at="2026-11-24T10:00:00.000Z",
-            ended_at="2026-11-24T10:05:00.000Z",
-        )
+    for index, (state, code, reason) in enumerate(
+        [(JobState.SUCCEEDED, 0, ""), (JobState.FAILED, 3, HOSTILE), (JobState.SUCCEEDED, 0, "")]
+    ):
+        begin, end = "2026-11-24T10:00:00.000Z", "2026-11-24T10:05:00.000Z"
+        verdict = Verdict(state, code, reason=reason, started_at=begin, ended_at=end)
         records.save(replace(record.element(index), end=verdict.to_json()))
     text = make(record)
     Outline(text)

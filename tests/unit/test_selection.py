@@ -33,17 +33,11 @@ def records() -> Records:
 def save(records: Records, tmp_path: Path) -> Save:
     def save(job_id: str, name: str, minute: int, **fields: object) -> Record:
         record = Record(
-            job_id,
-            name,
-            cluster=str(fields.pop("cluster", "local")),
-            backend="local",
-            job_dir=tmp_path / job_id,
-            nodes=1,
+            job_id, name, backend="local", job_dir=tmp_path / job_id, nodes=1, spec={},
             submitted_at=f"2026-01-01T00:{minute:02}:00.000Z",
-            spec={},
             handle=Handle("local", job_id, data={"agents": [], "boot_id": "b"}),
-            **{"end": ENDED, **fields},
-        )
+            **{"cluster": "local", "end": ENDED, **fields},
+        )  # fmt: skip
         records.save(record)
         return record
 
@@ -58,43 +52,35 @@ def running(records: Sequence[Record]) -> list[tuple[Record, Status]]:
 
 
 def test_at_sign_counts_from_latest_job_and_arrays_count_once(records: Records, save: Save) -> None:
+    with pytest.raises(JobNotFound, match="no job is recorded"):
+        records.find("@")
     save("zzz-old", "old", 1)
     array = save("mmm-arr", "arr", 2, end=None, array={"indices": [0, 1, 7], "pieces": [0]})
     save("aaa-new", "new", 3)
-    assert [records.find(text).job_id for text in ("@", "@1", "@2", "@3")] == [
-        *("aaa-new", "aaa-new", "mmm-arr", "zzz-old")
-    ]
-    assert records.find("@2_7").job_id == array.element(7).job_id
-    for wrong in ("@0", "@4", "@999999999"):
-        with pytest.raises(JobNotFound, match="no job @"):
+    found = [records.find(text).job_id for text in ("@", "@1", "@2", "@3", "@2_7")]
+    assert found == ["aaa-new", "aaa-new", "mmm-arr", "zzz-old", array.element(7).job_id]
+    for wrong in ("@0", "@4", "@999999999", "@x"):
+        with pytest.raises(JobNotFound, match=wrong):
             records.find(wrong)
-    with pytest.raises(JobNotFound):
-        records.find("@x")
 
 
-def test_at_sign_without_jobs_is_refused(records: Records) -> None:
-    with pytest.raises(JobNotFound, match="no job is recorded"):
-        records.find("@")
-
-
-def test_name_means_its_latest_job_and_unique_prefix_wins(records: Records, save: Save) -> None:
+def test_name_means_its_latest_job_and_ids_and_unique_prefixes_win(
+    records: Records, save: Save
+) -> None:
     save("train-aaa", "train", 2)
     save("train-bbb", "train", 1)
     save("trainer-x", "trainer", 3)
     save("other-q", "Träning 2", 4)
-    assert records.find("train").job_id == "train-aaa"
-    assert records.find("Träning 2").job_id == "other-q"
-    assert records.find("train-b").job_id == "train-bbb"
-    assert records.find("trainer").job_id == "trainer-x"
+    save("a-1", "x", 5)
+    save("a-12", "a-1", 6)
+    expected = {
+        "train": "train-aaa", "Träning 2": "other-q", "train-b": "train-bbb",
+        "trainer": "trainer-x", "a-1": "a-1",
+    }  # fmt: skip
+    assert {text: records.find(text).job_id for text in expected} == expected
     with pytest.raises(AmbiguousId) as caught:
         records.find("tra")
     assert caught.value.ids == ("trainer-x", "train-aaa", "train-bbb")
-
-
-def test_exact_id_wins_over_name_and_prefix(records: Records, save: Save) -> None:
-    save("a-1", "x", 1)
-    save("a-12", "a-1", 2)
-    assert records.find("a-1").job_id == "a-1"
 
 
 def test_name_that_ends_like_an_element_is_found(records: Records, save: Save) -> None:

@@ -21,6 +21,19 @@ def no_scontrol(tmp_path: Path) -> dict[str, str]:
     return {"PATH": str(tmp_path)}
 
 
+@pytest.fixture
+def scontrol(tmp_path: Path) -> dict[str, str]:
+    """Return an environment with an scontrol that writes its arguments into the file `asked`."""
+    program = tmp_path / "scontrol"
+    program.write_text(
+        f'#!/bin/sh\necho "$*" >> {tmp_path}/asked\n'
+        "echo 'NodeName=x Arch=x86_64 NodeAddr=192.0.2.9 NodeHostName=y'\n"
+        "case $4 in *[*) echo 'NodeName=y NodeAddr=192.0.2.10';; esac\n"
+    )
+    program.chmod(0o700)
+    return {"PATH": f"{tmp_path}:/bin:/usr/bin"}
+
+
 @pytest.mark.parametrize(
     "change",
     [
@@ -52,31 +65,23 @@ def test_unresolvable_name_is_refused_without_scontrol(no_scontrol: dict[str, st
     assert "\n" not in caught.value.message
 
 
-def test_scontrol_gives_address_and_never_gets_name_that_is_option(tmp_path: Path) -> None:
-    scontrol = tmp_path / "scontrol"
-    scontrol.write_text(
-        f'#!/bin/sh\necho "$*" >> {tmp_path}/asked\n'
-        "echo 'NodeName=x Arch=x86_64 NodeAddr=192.0.2.9 NodeHostName=y'\n"
-    )
-    scontrol.chmod(0o700)
-    environ = {"PATH": f"{tmp_path}:/bin:/usr/bin"}
-    assert slurm_env.resolve_master_address(NODE, environ).master_addr == "192.0.2.9"
-    assert (tmp_path / "asked").read_text() == f"--oneliner show node {NOWHERE}\n"
+def test_scontrol_gives_address_and_never_gets_name_that_is_option(
+    tmp_path: Path, scontrol: dict[str, str]
+) -> None:
+    assert slurm_env.resolve_master_address(NODE, scontrol).master_addr == "192.0.2.9"
     with pytest.raises(PlacementError):
-        slurm_env.resolve_master_address(replace(NODE, master_addr="-M.invalid"), environ)
-    assert (tmp_path / "asked").read_text().count("\n") == 1
+        slurm_env.resolve_master_address(replace(NODE, master_addr="-M.invalid"), scontrol)
+    assert (tmp_path / "asked").read_text() == f"--oneliner show node {NOWHERE}\n"
 
 
-def test_peers_of_a_step_are_its_nodes_or_their_addresses_in_slurm(tmp_path: Path) -> None:
-    scontrol = tmp_path / "scontrol"
-    scontrol.write_text(
-        f'#!/bin/sh\necho "$*" > {tmp_path}/asked\n'
-        "echo 'NodeName=x NodeAddr=192.0.2.9 Port=1'; echo 'NodeName=y NodeAddr=192.0.2.10'\n"
-    )
-    scontrol.chmod(0o700)
-    environ = {"PATH": f"{tmp_path}:/bin:/usr/bin"}
-    known = environ | {"SLURM_STEP_NODELIST": "localhost,other"}
-    assert this_node.peers(NODE, known) == ["localhost", "other"]
-    unknown = environ | {"SLURM_STEP_NODELIST": "n[0-1].invalid"}
-    assert this_node.peers(NODE, unknown) == ["192.0.2.9", "192.0.2.10"]
-    assert (tmp_path / "asked").read_text() == "--oneliner show node n[0-1].invalid\n"
+@pytest.mark.parametrize(
+    ("nodes", "peers"),
+    [
+        ("localhost,other", ["localhost", "other"]),
+        ("n[0-1].invalid", ["192.0.2.9", "192.0.2.10"]),
+    ],
+)
+def test_peers_of_a_step_are_its_nodes_or_their_addresses_in_slurm(
+    scontrol: dict[str, str], nodes: str, peers: list[str]
+) -> None:
+    assert this_node.peers(NODE, scontrol | {"SLURM_STEP_NODELIST": nodes}) == peers

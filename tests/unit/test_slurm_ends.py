@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from launching import write_tree
 
 from clusterjob.backends.slurm import job_end, scancel
 from clusterjob.backends.slurm.squeue import JobRow
@@ -91,118 +91,81 @@ def end_from_srun(
     return job_end.of_step(job_dir, code, started_at="2026-01-01T00:00:00Z")
 
 
-def test_srun_with_exit_code_0_is_success(job_dir: Path) -> None:
-    assert end_from_srun(job_dir, "", 0).state is JobState.SUCCEEDED
-
-
 def test_task_that_failed_before_srun_stopped_others_is_root_cause(job_dir: Path) -> None:
-    ended = end_from_srun(
-        job_dir,
-        RAISED,
-        143,
-        {3: "Traceback (most recent call last):\n  File x\nValueError: boom\n"},
-    )
-    assert (ended.state, ended.exit_code) == (JobState.FAILED, 1)
+    traceback = "Traceback (most recent call last):\n  File x\nValueError: boom\n"
+    ended = end_from_srun(job_dir, RAISED, 143, {3: traceback})
     assert (
         ended.reason
         == "rank 3 (node 1, local rank 1, host n4): ValueError: boom (exited with code 1)"
     )
     assert ended.failure is not None
     assert ended.failure.last_lines[-1] == "ValueError: boom"
-    assert sorted(
-        (failure.rank, failure.host, failure.signal) for failure in ended.consequences
-    ) == [
-        (0, "n3", "SIGTERM"),
-        (1, "n3", "SIGTERM"),
-        (2, "n4", "SIGTERM"),
-    ]
+    others = sorted((each.rank, each.host, each.signal) for each in ended.consequences)
+    assert others == [(0, "n3", "SIGTERM"), (1, "n3", "SIGTERM"), (2, "n4", "SIGTERM")]
 
 
-def test_task_killed_before_srun_stopped_others_is_root_cause(job_dir: Path) -> None:
-    ended = end_from_srun(job_dir, KILLED, 143)
-    assert (ended.exit_code, ended.failure and ended.failure.signal) == (137, "SIGKILL")
-    assert ended.reason == "rank 1 (node 0, local rank 1, host n2): killed by SIGKILL"
-
-
-def test_task_that_only_lost_its_peer_is_not_root_cause(job_dir: Path) -> None:
-    text = (
-        "srun: error: n1: task 0: Exited with exit code 1\n"
-        "srun: error: n2: tasks 2-3: Exited with exit code 5\n"
-    )
-    ended = end_from_srun(job_dir, text, 5, {0: PEER_LOSS})
-    assert ended.failure is not None
-    assert (ended.failure.rank, ended.exit_code) == (2, 5)
+EXITED = """\
+srun: error: n1: task 0: Exited with exit code 1
+srun: error: n2: tasks 2-3: Exited with exit code 5
+"""
 
 
 @pytest.mark.parametrize(
-    ("text", "rank", "code", "signal"),
+    ("text", "stderr_texts", "failed"),
     [
-        ("srun: error: gpu-a07.lab: task 0: Segmentation fault (core dumped)", 0, 139, "SIGSEGV"),
-        ("srun: error: n[1-2]: tasks 0-3: Exited with exit code 2", 0, 2, None),
-        ("srun: error: n1: tasks 1,3: Aborted (core dumped)", 1, 134, "SIGABRT"),
-        ("srun: error: n2: task 2: Out Of Memory", 2, 9, None),
+        (RAISED, {}, (3, "n4", 1, None)),
+        (KILLED, {}, (1, "n2", 137, "SIGKILL")),
+        (EXITED, {}, (0, "n1", 1, None)),
+        (EXITED, {0: PEER_LOSS}, (2, "n2", 5, None)),
+        (
+            "srun: error: gpu-a07.lab: task 0: Segmentation fault (core dumped)",
+            {},
+            (0, "gpu-a07.lab", 139, "SIGSEGV"),
+        ),
+        ("srun: error: n[1-2]: tasks 0-3: Exited with exit code 2", {}, (0, "n[1-2]", 2, None)),
+        ("srun: error: n1: tasks 1,3: Aborted (core dumped)", {}, (1, "n1", 134, "SIGABRT")),
+        ("srun: error: n2: task 2: Out Of Memory", {}, (2, "n2", 9, None)),
+        (
+            "srun: error: n1: task 0: Exited with exit code 3",  # another line is of a worker
+            {0: "srun: error: n9: task 9: Exited with exit code 99\n"},
+            (0, "n1", 3, None),
+        ),
     ],
 )
-def test_message_of_srun_gives_rank_code_and_signal(
-    job_dir: Path, text: str, rank: int, code: int, signal: str | None
+def test_messages_of_srun_name_the_task_that_failed_first(
+    job_dir: Path,
+    text: str,
+    stderr_texts: dict[int, str],
+    failed: tuple[int, str, int, str | None],
 ) -> None:
-    ended = end_from_srun(job_dir, text + "\n", 9)
+    ended = end_from_srun(job_dir, text + "\n", 9, stderr_texts)
     assert ended.failure is not None
-    assert (ended.failure.rank, ended.failure.exit_code, ended.failure.signal) == (
-        rank,
-        code,
-        signal,
-    )
+    found = ended.failure
+    assert (found.rank, found.host, found.exit_code, found.signal) == failed
+    assert (ended.state, ended.exit_code) == (JobState.FAILED, failed[2])
 
 
-def test_srun_output_that_names_no_task_gives_only_exit_code(job_dir: Path) -> None:
-    ended = end_from_srun(
-        job_dir,
-        "srun: error: Unable to create step for job 5: "
-        "Invalid generic resource (gres) specification\n",
-        1,
-    )
-    assert (ended.state, ended.exit_code, ended.failure) == (JobState.FAILED, 1, None)
-
-
-def test_srun_message_printed_by_worker_is_ignored(job_dir: Path) -> None:
-    (job_dir / "logs" / "node0" / "rank0.err").write_text(
-        "srun: error: n9: task 9: Exited with exit code 99\n"
-    )
-    (job_dir / "logs" / "slurm.out").write_text(
-        "srun: error: n1: task 0: Exited with exit code 3\n"
-    )
-    assert job_end.of_step(job_dir, 3, started_at=None).exit_code == 3
-
-
-@pytest.mark.parametrize("content", ["", "x", "-1", "1 2", "²"])
-def test_invalid_exit_code_of_step_is_ignored(job_dir: Path, content: str) -> None:
-    (job_dir / "ends" / "srun.0").write_text(content)
-    assert job_end.step_code(job_dir) is None
-
-
-def test_exit_code_of_step_is_from_newest_attempt(job_dir: Path) -> None:
-    for attempt, code in (("0", "75"), ("9", "1"), ("10", "0"), ("11.part", "7")):
-        (job_dir / "ends" / f"srun.{attempt}").write_text(f"{code}\n")
-    assert job_end.step_code(job_dir) == 0
+@pytest.mark.parametrize(("code", "state"), [(0, JobState.SUCCEEDED), (1, JobState.FAILED)])
+def test_srun_output_that_names_no_task_gives_only_exit_code(
+    job_dir: Path, code: int, state: JobState
+) -> None:
+    text = "srun: error: Unable to create step for job 5: Invalid generic resource (gres)\n"
+    ended = end_from_srun(job_dir, text if code else "", code)
+    assert (ended.state, ended.exit_code, ended.failure) == (state, code, None)
 
 
 @pytest.mark.parametrize(
-    "text",
+    ("files", "code"),
     [
-        "",
-        "{",
-        "[]",
-        "{}",
-        '{"state": "GREAT", "exit_code": 0}',
-        '{"state": "FAILED", "exit_code": "x"}',
+        *(({"srun.0": content}, None) for content in ("", "x", "-1", "1 2", "²")),
+        ({"srun.0": "75\n", "srun.9": "1\n", "srun.10": "0\n", "srun.11.part": "7\n"}, 0),
     ],
 )
-def test_broken_verdict_file_is_ignored(job_dir: Path, text: str) -> None:
-    (job_dir / "result.json").write_text(text)
-    assert job_end.verdict_of(job_dir) is None
-    (job_dir / "result.json").write_text(json.dumps(verdict().to_json()))
-    assert job_end.verdict_of(job_dir) == verdict()
+def test_exit_code_of_step_is_from_newest_attempt(
+    job_dir: Path, files: dict[str, str], code: int | None
+) -> None:
+    write_tree(job_dir / "ends", **files)
+    assert job_end.step_code(job_dir) == code
 
 
 @pytest.mark.parametrize(
@@ -352,8 +315,7 @@ def test_cancel_with_stacks_fetches_state_until_job_behind_login_host_has_ended(
     fetched = []
 
     def refresh(records: Sequence[Record]) -> None:
-        assert list(records) == [record]
-        fetched.append(time.monotonic())
+        fetched.extend(records)
         if len(fetched) == 1:
             EventLog(tmp_path / "events.jsonl").add("started", world_size=1, restart=0)
         elif len(fetched) == 3:
@@ -361,5 +323,5 @@ def test_cancel_with_stacks_fetches_state_until_job_behind_login_host_has_ended(
 
     begin = time.monotonic()
     scancel.wait_for_stacks([record], refresh)
-    assert len(fetched) == 3
+    assert fetched == [record] * 3
     assert time.monotonic() - begin < ends.REQUEST_SECONDS + ends.STACKS_SECONDS

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
-import shutil
 import subprocess
 from pathlib import Path
 from typing import Any
@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from slurm_cluster import SlurmCluster
 
 from clusterjob.backends.slurm import flags, planning
+from clusterjob.core.render import sh_line
 from clusterjob.core.resources import Resources
 from clusterjob.core.spec import JobSpec
 from clusterjob.errors import SpecError
@@ -291,42 +292,55 @@ def test_time_limit_is_written_in_slurm_format(seconds: int) -> None:
     assert max(minutes, rest, 59) == 59
 
 
-def test_dependency_is_parsed_and_written() -> None:
-    assert flags.split_after("abc-222222") == ("afterok", "abc-222222")
-    assert flags.split_after("afterany: abc ") == ("afterany", "abc")
-    assert (
-        flags.dependency([("afterok", ["1", "2"]), ("afterany", ["3_4"])])
-        == "afterok:1:2,afterany:3_4"
-    )
-    for text, message in (
-        ("afterwards:1", "is not a kind of dependency"),
-        ("afterok:", "names no job"),
-        ("", "names no job"),
-    ):
-        with pytest.raises(SpecError, match=message):
-            flags.split_after(text)
-
-
-def test_percent_sign_in_directory_of_log_is_escaped(tmp_path: Path) -> None:
+def test_percent_sign_in_directory_of_log_is_escaped() -> None:
     assert flags.file_name("/a %j/b", "slurm-%A_%a.out") == "/a %%j/b/slurm-%A_%a.out"
-    for bad in ("/a\\b", "/a\nb"):
-        with pytest.raises(SpecError, match="backslash or a line break"):
-            flags.file_name(bad, "x")
+
+
+@pytest.mark.parametrize("directory", ["/a\\b", "/a\nb"])
+def test_directory_of_log_that_slurm_would_change_is_refused(directory: str) -> None:
+    with pytest.raises(SpecError, match="backslash or a line break"):
+        flags.file_name(directory, "x")
 
 
 @pytest.mark.parametrize(
-    ("limit", "warning", "fits"),
-    [(None, 90, True), (151, 90, True), (150, 90, False), (60, 30, False)],
+    ("text", "parsed"),
+    [("abc-222222", ("afterok", "abc-222222")), ("afterany: abc ", ("afterany", "abc"))],
+)
+def test_dependency_is_parsed(text: str, parsed: tuple[str, str]) -> None:
+    assert flags.split_after(text) == parsed
+
+
+def test_dependencies_are_written_by_kind() -> None:
+    parts = [("afterok", ["1", "2"]), ("afterany", ["3_4"])]
+    assert flags.dependency(parts) == "afterok:1:2,afterany:3_4"
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("afterwards:1", "is not a kind of dependency"),
+        ("afterok:", "names no job"),
+        ("", "names no job"),
+    ],
+)
+def test_wrong_dependency_is_refused(text: str, message: str) -> None:
+    with pytest.raises(SpecError, match=message):
+        flags.split_after(text)
+
+
+@pytest.mark.parametrize(
+    ("limit", "warning", "refusal"),
+    [
+        *((limit, 90, contextlib.nullcontext()) for limit in (None, 151)),
+        (150, 90, pytest.raises(SpecError, match="leaves no room")),
+        (60, 30, pytest.raises(SpecError, match="leaves no room")),
+    ],
 )
 def test_warning_too_long_for_time_limit_is_refused(
-    limit: int | None, warning: int, *, fits: bool
+    limit: int | None, warning: int, refusal: Any
 ) -> None:
-    resources = Resources(time_limit=limit)
-    if fits:
-        flags.check_warning(resources, warning)
-        return
-    with pytest.raises(SpecError, match="leaves no room"):
-        flags.check_warning(resources, warning)
+    with refusal:
+        flags.check_warning(Resources(time_limit=limit), warning)
 
 
 @pytest.mark.parametrize(
@@ -350,12 +364,18 @@ def test_container_engine_is_chosen_by_image(
     assert bool(container.srun_options) == (engine == "pyxis")
 
 
-def test_container_without_image_or_mountable_directory_is_refused(spec: Any) -> None:
-    for container in ("pyxis:", "apptainer:", "a\nb"):
-        with pytest.raises(SpecError, match="names no image"):
-            planning.container_options(spec(container=container), Path("/jobs/x"))
-    with pytest.raises(SpecError, match="cannot be mounted"):
-        planning.container_options(spec(container="pyxis:x"), Path("/jobs/a,b"))
+@pytest.mark.parametrize(
+    ("container", "job_dir", "message"),
+    [
+        *((image, "/jobs/x", "names no image") for image in ("pyxis:", "apptainer:", "a\nb")),
+        ("pyxis:x", "/jobs/a,b", "cannot be mounted"),
+    ],
+)
+def test_container_without_image_or_mountable_directory_is_refused(
+    spec: Any, container: str, job_dir: str, message: str
+) -> None:
+    with pytest.raises(SpecError, match=message):
+        planning.container_options(spec(container=container), Path(job_dir))
 
 
 @given(
@@ -365,15 +385,8 @@ def test_container_without_image_or_mountable_directory_is_refused(spec: Any) ->
 )
 def test_line_of_sweep_is_read_unchanged_by_bash(words: list[str]) -> None:
     """Each element has one line: a line break in a word would move words to the next element."""
-    from clusterjob.core.render import sh_line
-
     line = sh_line(words)
     assert "\n" not in line
-    bash = shutil.which("bash")
-    assert bash is not None
-    shown = subprocess.run(
-        [bash, "-c", f"set -- {line}\n[ $# = 0 ] || printf '%s\\0' \"$@\""],
-        capture_output=True,
-        check=True,
-    ).stdout
+    program = f"set -- {line}\n[ $# = 0 ] || printf '%s\\0' \"$@\""
+    shown = subprocess.check_output(["bash", "-c", program])
     assert shown.decode().split("\0")[:-1] == words
