@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shutil
+import subprocess
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import pytest
 from doctoring import Diagnosis, doctor
-from volc_platform import Platform
+from volc_platform import DENIED, NO_ANSWER, Platform
 
 from clusterjob.backends.mlp import checks
 from clusterjob.backends.mlp.client import Volc
@@ -60,12 +61,21 @@ class Account:
         (folder / "volc").chmod(0o755)
         return {"PATH": f"{folder}:{self.env['PATH']}"}
 
-    def run_task(self, **fields: Any) -> str:
-        work = self.directory / "task"
-        work.mkdir(exist_ok=True)
-        task_id = self.platform.submit(work, "echo hello", **fields)
-        self.platform.wait(task_id, "Success")
-        return task_id
+    def run_task(self, workers: int = 1) -> str:
+        """Submit a task by the command, wait for its end, and return its id."""
+        conf = {
+            "TaskName": "a task", "Entrypoint": "echo hello", "ImageUrl": "pytorch:2.0.0",
+            "ResourceQueueName": "train", "Framework": "PyTorchDDP",
+            "TaskRoleSpecs": [
+                {"RoleName": "worker", "RoleReplicas": workers, "Flavor": "ml.hpcpni2l"}
+            ],
+        }  # fmt: skip
+        (self.directory / "task.yaml").write_text(json.dumps(conf))
+        command = ["volc", "ml_task", "submit", "--conf", "task.yaml", "--output", "json"]
+        subprocess.run(command, cwd=self.directory, env=self.env, check=True, capture_output=True)
+        task = self.platform.tasks()[-1]
+        self.platform.wait(task, "Success")
+        return task.id
 
 
 @pytest.fixture
@@ -100,11 +110,7 @@ def test_doctor_passes_for_account_without_tasks(account: Account) -> None:
     assert not account.platform.tasks(), "none was submitted"
 
 
-@pytest.mark.parametrize("build", [{}, {"spelling": "Id", "long_names": True, "banner": ""}])
-def test_doctor_checks_fields_instances_and_logs_of_task(
-    account: Account, build: dict[str, Any]
-) -> None:
-    account.platform.set(**build)
+def test_doctor_checks_fields_instances_and_logs_of_task(account: Account) -> None:
     task_id = account.run_task(workers=2)
     found = account()
     assert found.message("fields") == (
@@ -217,21 +223,21 @@ def test_missing_region_fails_unless_set_by_option(account: Account) -> None:
 
 def test_missing_permission_is_reported_by_its_check(account: Account) -> None:
     account.run_task()
-    account.platform.deny("ListJobs")
+    account.platform.errors = {"list": [DENIED]}
     found = account()
     assert found.failed == ["list"]
     assert "the account has no permission for this" in found.message("list")
     assert found.state("fields") == found.state("instances") == found.state("logs") == "unknown"
-    account.platform.deny("ListJobInstances")
+    account.platform.errors = {"instance list": [DENIED]}
     assert account().failed == ["instances"]
-    account.platform.deny("GetJobLog")
+    account.platform.errors = {"logs": [DENIED]}
     logs = account()
     assert logs.fit
     assert logs.state("logs") == "warning"
 
 
 def test_unreachable_platform_fails_list_check(account: Account) -> None:
-    account.platform.break_calls("list")
+    account.platform.errors = {"list": [NO_ANSWER]}
     found = account()
     assert found.failed == ["list"]
     assert found.message("list").startswith("the platform does not answer: ")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import socket
 import sys
 from collections.abc import Callable
@@ -361,28 +360,3 @@ def test_rank_assignment_is_detected_under_paddle_launcher(tmp_path: Path, pytho
     assert ran.code == 0, ran.out + ran.err + logs
     check_training(tmp_path, "paddle", 2)
     assert all(rank["master"] == rank["endpoints_master"] for rank in rank_reports(tmp_path, 2))
-
-
-@pytest.mark.slow
-def test_clusterjob_env_detects_paddle_launcher(tmp_path: Path, python: str) -> None:
-    path = script(
-        tmp_path,
-        "import runpy, sys\nsys.argv[1:] = ['env', '--json']\n"
-        "runpy.run_module('clusterjob', run_name='__main__')\n",
-    )
-    argv = [
-        python,
-        "-m",
-        "paddle.distributed.launch",
-        "--nproc_per_node",
-        2,
-        "--log_dir",
-        tmp_path / "log",
-        path,
-    ]
-    ran = run(argv, tmp_path)
-    assert ran.code == 0, ran.out + ran.err
-    for number in range(2):
-        log = (tmp_path / "log" / f"workerlog.{number}").read_text()
-        found = json.loads(log[log.index('{\n "schema"') :].rpartition("}")[0] + "}")
-        assert (found["source"], found["conflicts"], found["level"]) == ("paddle", [], "worker")
