@@ -18,7 +18,7 @@ from pathlib import Path
 import pytest
 from hypothesis import settings
 from launching import is_job_variable
-from login_user import laptop, laptop_of_each_cluster  # noqa: F401  fixtures
+from login_user import laptop  # noqa: F401  fixture
 from preloaded import COMMAND_MODULES, SCRIPT_MODULES, Preloaded, preloaded_process
 from procs import (
     MARKER,
@@ -34,14 +34,11 @@ from procs import (
 )
 from slurm_user import (  # noqa: F401  fixtures
     _slurm_dbd,
-    _slurm_either,
     _slurm_none,
     slurm,
     slurm_accounted,
-    slurm_cluster,
     user,
     user_accounted,
-    user_of_each_cluster,
 )
 from ssh_network import SshNetwork, python_without_torch, require_ssh_network, ssh_network_in
 from sshsite import full_disk, site  # noqa: F401  fixtures
@@ -56,7 +53,7 @@ settings.load_profile("clusterjob")
 
 # Fixtures that add a marker to a test. A test that needs a daemon without them sets the marker.
 _NEEDS = {
-    "slurm": {"_slurm_none", "_slurm_dbd", "_slurm_either"},
+    "slurm": {"_slurm_none", "_slurm_dbd"},
     "ssh": {"_hosts"},
     "root": {"_hosts", "full_disk"},
 }

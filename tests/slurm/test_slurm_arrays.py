@@ -134,21 +134,6 @@ def test_elements_are_cancelled_singly_and_together(user: User) -> None:
 
 
 @pytest.mark.slow
-def test_failed_rank_of_element_is_named_with_srun_launcher(user: User) -> None:
-    text = (
-        "import os, sys\nsys.exit(3 * (os.environ['SLURM_PROCID'] == '1' "
-        "and os.environ['CLUSTERJOB_ARRAY_INDEX'] == '1'))"
-    )
-    job_id = user.submit(text, "--array", "0-1", "--nodes", "2", "--launcher", "srun")
-    message = user("wait", job_id, code=3).stderr
-    assert f"job {job_id}_0 SUCCEEDED" in message
-    assert re.search(
-        rf"job {job_id}_1 FAILED: rank 1 \(node 1, local rank 0, host n\d\): exited with code 3",
-        message,
-    ), message
-
-
-@pytest.mark.slow
 def test_array_longer_than_max_array_size_is_split(user: User) -> None:
     with user.slurm.configured(MaxArraySize=10):
         notes = user.command_first_on_path("sbatch", COUNT)

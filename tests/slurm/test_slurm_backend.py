@@ -7,7 +7,6 @@ import os
 import re
 import signal
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -134,22 +133,6 @@ def test_failed_rank_ends_job_on_all_nodes_and_is_named(user: User, launcher: st
     assert (ended["JobState"], ended["ExitCode"]) == ("FAILED", f"{code}:0")
 
 
-@pytest.mark.slow
-def test_exit_code_of_job_is_that_of_failed_rank(user: User) -> None:
-    text = (
-        "import os, sys, time\nif os.environ['SLURM_PROCID'] == '1':\n"
-        "    os.kill(os.getpid(), 9)\ntime.sleep(1000)"
-    )
-    message = user.run(text, "--nodes", "2", "--launcher", "srun", code=137).stderr
-    # srun itself may report 143, the code of the other rank.
-    assert "rank 1 (node 1, local rank 0, host n2): killed by SIGKILL" in message
-    message = user.run("import sys; sys.exit(7)", code=7).stderr
-    assert "rank 0 (node 0, local rank 0, host n1): sys.exit(7)" in message
-    assert {user.slurm.wait_for_job(job["backend_id"])["JobState"] for job in user.jobs()} == {
-        "FAILED"
-    }
-
-
 def test_torchrun_launcher_runs_on_each_node(user: User) -> None:
     user.patch.delenv("CLUSTERJOB_PYTHON")  # torchrun needs torch
     text = (
@@ -246,18 +229,6 @@ def test_other_process_gets_status_follows_logs_and_cancels(user: User) -> None:
     wait_for_no_processes(PROMPT)
 
 
-def test_ctrl_c_in_run_cancels_job(user: User) -> None:
-    command = user.start("run", "--cluster", "slurm", "--nodes", "2", user.script(SLEEPER))
-    wait_until(lambda: "line of" in user.output_of(command)[0], PROMPT)  # run follows the job now
-    user.wait_for("up0", "up1")
-    command.send_signal(2)
-    assert command.wait(PROMPT) == 130, user.output_of(command)
-    [job] = user.jobs()
-    assert job["state"] == "CANCELLED"
-    assert user.slurm.wait_for_job(job["backend_id"])["JobState"] in ("CANCELLED", "FAILED")
-    wait_for_no_processes(PROMPT)
-
-
 SAVER = """
     import os, pathlib, time
     rank = os.environ["RANK"]
@@ -285,25 +256,6 @@ def test_every_rank_gets_keyboard_interrupt_and_saves_after_ctrl_c_in_run(user: 
     [job] = user.jobs()
     assert (job["state"], job["reason"]) == ("CANCELLED", "cancelled")
     user.slurm.wait_for_job(job["backend_id"])
-    wait_for_no_processes(PROMPT)
-
-
-def test_second_ctrl_c_in_run_stops_workers_that_ignore_signals(user: User) -> None:
-    text = """
-        import pathlib, signal, time
-        signal.signal(signal.SIGTERM, signal.SIG_IGN)
-        signal.signal(signal.SIGINT, lambda *_: pathlib.Path("interrupted").touch())
-        print("up", flush=True)
-        while True:
-            time.sleep(0.05)
-    """
-    command = user.start("run", "--cluster", "slurm", "--grace", "1000", user.script(text))
-    wait_until(lambda: "up" in user.output_of(command)[0], PROMPT)
-    command.send_signal(signal.SIGINT)
-    user.wait_for("interrupted")
-    time.sleep(0.6)  # otherwise it counts as the same keystroke
-    command.send_signal(signal.SIGINT)
-    assert command.wait(PROMPT) == 130, user.output_of(command)
     wait_for_no_processes(PROMPT)
 
 
@@ -444,23 +396,6 @@ def test_slurm_is_default_where_it_is_configured(user: User) -> None:
         assert json.loads(user("config", "--json").stdout)["backend"] == "local"
     finally:
         user.patch.setenv("SLURM_CONF", str(user.slurm.conf))
-
-
-@pytest.mark.slow
-def test_job_of_script_with_non_ascii_name_is_found_by_comment(
-    user_of_each_cluster: User,
-) -> None:
-    user = user_of_each_cluster
-    job_id = user("submit", user.script(SLEEPER, "обучение.py")).stdout.strip()
-    assert job_id.startswith("обучение-")
-    user.wait_for("up0")
-    record = user.home / "records" / f"{job_id}.json"
-    noted = json.loads(record.read_text())
-    # the record as a killed submit leaves it
-    record.write_text(json.dumps(noted | {"handle": None, "submitter": None}))
-    assert user.job(job_id)["state"] == "RUNNING"
-    user("cancel", job_id)
-    wait_until(lambda: user.job(job_id)["state"] == "CANCELLED", PROMPT, "the end of the job")
 
 
 def test_slurm_resource_options_are_passed_on(user: User) -> None:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
-import os
 import signal
 import socket
 import subprocess
@@ -51,27 +49,6 @@ def test_stacks_of_tasks_of_srun(user: User) -> None:
     job = Inside(job_id, user.directory)
     check_stacks(job, 4, [HOST] * 2)
     user("cancel", job.id)
-
-
-@pytest.mark.slow
-def test_exec_on_all_nodes_and_20_megabytes(user: User) -> None:
-    job = started(user)
-    out, _ = job.exec("--all", "--", "bash", "-c", "echo $RANK $SLURMD_NODENAME")
-    assert sorted(out.decode().splitlines()) == ["[node 0] 0 n1", "[node 1] 2 n2"]
-    data = os.urandom(20_000_000)
-    out, _ = job.exec("cat", data=data)
-    assert hashlib.sha256(out).digest() == hashlib.sha256(data).digest()
-    user("cancel", job.id)
-
-
-@pytest.mark.slow
-def test_cancel_ends_command_with_255(user: User) -> None:
-    job = started(user)
-    with job.popen("exec", "--", "bash", "-c", "echo up; sleep 7777") as process:
-        assert process.stdout.readline() == b"up\n"
-        user("cancel", job.id)
-        assert process.wait(TEST_TIMEOUT) == 255
-    wait_until(lambda: not of_command("sleep 7777"), LEFT, "the end")
 
 
 @pytest.mark.slow
@@ -131,14 +108,6 @@ def test_login_host_runs_command_shell_and_forward(laptop: Laptop) -> None:
     wait_until(lambda: not of_command("http.server"), LEFT, "the end of the server")
     laptop.leave()
     laptop("wait", job_id)
-
-
-@pytest.mark.slow
-def test_stacks_through_login_host(laptop: Laptop) -> None:
-    job_id = laptop.submit(WAITING, "--nodes", "2", "--nproc-per-node", "2")
-    laptop.wait_for("up0", "up1", "up2", "up3")
-    check_stacks(Inside(job_id, laptop.directory), 4, [HOST] * 2)
-    laptop("cancel", job_id)
 
 
 @pytest.mark.slow

@@ -75,19 +75,6 @@ def test_srun_that_is_refused_is_not_retried(user: User, error: str) -> None:
     assert notes.read_text() == "\n"
 
 
-@pytest.mark.slow
-def test_program_that_prints_step_creation_error_is_not_retried(user: User) -> None:
-    text = """
-        import sys
-        open("runs", "a").write("x")
-        sys.exit("srun: error: Unable to create step for job 1: "
-                 "Unable to contact slurm controller (connect failure)")
-    """
-    for launcher in ("agent", "srun"):
-        user.run(text, "--launcher", launcher, code=1)
-    assert user.path("runs").read_text() == "xx"
-
-
 # -- cancel --------------------------------------------------------------------------------------
 
 
@@ -180,16 +167,6 @@ def test_reason_of_node_fail_names_node(user: User) -> None:
     user.force_new_query()
     assert "node n3" in user.job(job_id)["reason"]
     assert notes.read_text() == ""  # a recorded end is not queried again
-
-
-def test_failed_elements_with_srun_exit_code_need_no_scontrol(user: User) -> None:
-    job_id = user.submit("import sys; sys.exit(4)", "--launcher", "srun", "--array", "0-2")
-    for number in range(3):
-        user.slurm.wait_for_job(f"{user.slurm_id(job_id)}_{number}", "FAILED")
-    notes = user.command_first_on_path("scontrol", 'echo >> "$NOTES"\nexec "$REAL" "$@"\n')
-    user.force_new_query()
-    assert [(job["state"], job["exit_code"]) for job in user.jobs(job_id)] == [("FAILED", 4)] * 3
-    assert notes.read_text() == ""
 
 
 def test_node_fail_reason_names_node_only_if_slurm_does(tmp_path: Path) -> None:

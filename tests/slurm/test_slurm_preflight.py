@@ -149,22 +149,6 @@ def test_time_limit_is_left_to_slurm_if_template_or_variable_sets_partition(user
 
 
 @pytest.mark.slow
-def test_time_limit_is_left_to_slurm_if_plugin_sets_partition(user: User) -> None:
-    script = user.slurm.conf.parent / "job_submit.lua"
-    script.write_text(
-        "function slurm_job_submit(job, parts, uid)\n"
-        "  job.partition = 'small'\n  return slurm.SUCCESS\nend\n"
-        "function slurm_job_modify(job, record, parts, uid)\n"
-        "  return slurm.SUCCESS\nend\nreturn slurm.SUCCESS\n"
-    )
-    with user.slurm.configured(JobSubmitPlugins="lua"):
-        user.slurm.run("scontrol", "update", "PartitionName=main", "MaxTime=30")
-        job_id = user.submit(SLEEPER, "--time", "45m", "--set", "hold=true")
-        assert user.slurm_job(job_id)["Partition"] == "small"
-        user.slurm.run("scontrol", "update", "PartitionName=main", "MaxTime=INFINITE")
-
-
-@pytest.mark.slow
 def test_time_limit_is_left_to_slurm_if_qos_may_exceed_it(
     user_accounted: User,
 ) -> None:
@@ -187,11 +171,3 @@ def test_time_limit_is_left_to_slurm_if_qos_may_exceed_it(
             "long",
             "JobHeldUser",
         )
-
-
-def test_job_for_drained_partition_from_sbatch_variable_is_accepted(user: User) -> None:
-    user.slurm.run("scontrol", "update", "NodeName=n1", "State=DRAIN", "Reason=test")
-    user.patch.setenv("SBATCH_PARTITION", "small")
-    job_id = user.submit(SLEEPER)
-    assert user.job(job_id)["state"] == "PENDING"
-    user.slurm.run("scontrol", "update", "NodeName=n1", "State=RESUME", check=False)

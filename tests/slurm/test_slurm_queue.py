@@ -132,23 +132,6 @@ def test_squeue_output_is_parsed_into_rows() -> None:
     assert not snapshot.rows["7"].waiting
 
 
-@pytest.mark.parametrize(
-    "state",
-    [
-        "COMPLETED",
-        "FAILED",
-        "TIMEOUT",
-        "NODE_FAIL",
-        "OUT_OF_MEMORY",
-        "PREEMPTED",
-        "CANCELLED",
-        "DEADLINE",
-    ],
-)
-def test_row_with_final_state_is_not_active(state: str) -> None:
-    assert not JobRow("1", state).active
-
-
 # -- shared snapshot -----------------------------------------------------------------------------
 
 
@@ -231,20 +214,6 @@ def test_next_process_reads_recent_snapshot_without_query(
     begin = time.monotonic()
     assert str(job) in Queue(Client(), tmp_path).poll().rows  # still recent: no query
     assert time.monotonic() - begin < 2
-
-
-@pytest.mark.slow
-def test_squeue_error_is_shown_with_last_known_state(user: User) -> None:
-    job_id = user.submit(SLEEPER, "--set", "hold=true")
-    assert "JobHeldUser" in user.job(job_id)["reason"]
-    user.slurm.stop_controller()
-    for path in user.home.glob("slurm/queue-*.json"):
-        files.write_json(path, (files.read_json(path) or {}) | {"asked_at": 0})
-    job = user.job(job_id)
-    assert job["state"] == "PENDING"
-    assert "JobHeldUser" in job["reason"]
-    assert "Slurm does not answer: " in job["reason"]
-    user.slurm.start_controller()
 
 
 @pytest.mark.slow
@@ -368,29 +337,6 @@ def test_sbatch_variables_of_user_are_ignored_except_partition(user: User) -> No
         "0",
         False,
     )
-
-
-@pytest.mark.slow
-def test_many_watching_commands_share_one_squeue_call_every_5_s(user: User) -> None:
-    job_id = user.submit(GUEST, "--nodes", "2")
-    held = user.submit(SLEEPER, "--set", "hold=true")
-    user.wait_for("up0", "up1")
-    notes = user.command_first_on_path("squeue", COUNT)
-    begin = time.time()
-    watching = [
-        user.start("logs", "-f", job_id),
-        user.start("wait", job_id),
-        user.start("wait", held),
-        user.start("logs", "-f", held),
-    ]
-    while time.time() - begin < 12:
-        assert {job["state"] for job in user.jobs()} == {"RUNNING", "PENDING"}
-        time.sleep(0.5)
-    calls = times_of(notes)  # a call begins a little after the decision to make it
-    assert 2 <= len(calls) <= 1 + (time.time() - begin) / INTERVAL, calls
-    user("cancel", held)
-    user.path("leave").touch()
-    assert [process.wait(PROMPT) for process in watching] == [0, 0, 143, 143]
 
 
 @pytest.mark.slow

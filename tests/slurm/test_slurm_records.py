@@ -143,15 +143,24 @@ def test_other_job_with_reused_id_is_not_mistaken_for_job(user: User) -> None:
     ended = user.job(job_id)
     assert (ended["state"], "Slurm does not know it any more" in ended["reason"]) == ("LOST", True)
     assert "had ended already" in user("cancel", job_id).stderr
+    # Also after a cancel that did not reach Slurm.
+    user.change_record(job_id, end=None, provisional=False)
+    user.force_new_query()
+    pending = user.directory_of(job_id) / "scancel.pending"
+    pending.touch()
+    user("status", job_id)
+    wait_until(lambda: not pending.exists(), PROMPT, "the answer of Slurm")
     assert user.slurm.job(other)["JobState"] == "PENDING"
 
 
 @pytest.mark.slow
+@pytest.mark.slurm
+@pytest.mark.parametrize("fixture", ["user", "user_accounted"])
 def test_ends_of_forgotten_jobs_come_from_directory_then_accounting(
-    user_of_each_cluster: User,
+    request: pytest.FixtureRequest, fixture: str
 ) -> None:
     """The job directory comes first; accounting, if present, supplies the rest."""
-    user = user_of_each_cluster
+    user: User = request.getfixturevalue(fixture)
     with user.slurm.configured(MinJobAge=2):
         good = user.submit("print('good')")
         bad = user.submit("import sys; sys.exit(4)", "--launcher", "srun")

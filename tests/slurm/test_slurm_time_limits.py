@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import itertools
 import pickle
 import random
@@ -33,42 +32,6 @@ TRAIN_SH = """
       --max_iters="$(cat max_iters)")
     [ -e out/ckpt.pt ] && exec env -u RANK $PYTHON train.py "${options[@]}" --init_from=resume
     exec env -u RANK $PYTHON train.py "${options[@]}"
-    """
-LIGHTNING = """
-    import datetime, logging, os, pathlib
-    import lightning, torch
-    from lightning.pytorch.callbacks import ModelCheckpoint
-    from torch.utils.data import DataLoader, TensorDataset
-
-    class Model(lightning.LightningModule):
-        def __init__(self):
-            super().__init__()
-            self.layer = torch.nn.Linear(4, 1)
-
-        def training_step(self, batch, _):
-            return self.layer(batch[0]).square().mean()
-
-        def configure_optimizers(self):
-            return torch.optim.SGD(self.parameters(), lr=0.01)
-
-        def on_train_start(self):
-            print("starts at step", self.global_step, flush=True)
-
-        def on_train_end(self):
-            print("ends at step", self.global_step, flush=True)
-
-    trainer = lightning.Trainer(
-        max_epochs=-1, max_steps=int(pathlib.Path("max_iters").read_text()), accelerator="cpu",
-        devices=2, strategy="ddp", logger=False, enable_progress_bar=False,
-        enable_model_summary=False,
-        callbacks=[
-            ModelCheckpoint(
-                "out", save_last=True, train_time_interval=datetime.timedelta(seconds=5)
-            )
-        ],
-    )
-    loader = DataLoader(TensorDataset(torch.randn(4096, 4)), batch_size=4)
-    trainer.fit(Model(), loader, ckpt_path="last")
     """
 MANY = str(10**9)
 
@@ -121,16 +84,3 @@ def test_unmodified_nanogpt_crosses_three_time_limits(
         assert 0 < before[-2] <= after[0] <= before[-1] + 20
         assert after[-1] > after[0]
     assert "Resuming training from out" in user.output(job, "--attempt", "1")
-
-
-def test_lightning_script_crosses_three_time_limits(
-    user: User, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    if importlib.util.find_spec("lightning") is None:
-        pytest.skip("needs lightning")
-    monkeypatch.delenv("CLUSTERJOB_PYTHON")
-    user.path("max_iters").write_text(MANY)
-    job = user.submit(LIGHTNING, *OPTIONS, "--nproc-per-node", "2")
-    found = [steps[0] for steps in steps_across_limits(user, job, r"starts at step (\d+)")]
-    assert found[0] == 0
-    assert found == sorted(set(found))

@@ -1,4 +1,4 @@
-"""`top` for a job under a real Slurm, here and through a login host."""
+"""`top` for a job under a real Slurm."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import re
 import sys
 
 import pytest
-from login_user import Laptop
 from procs import TEST_TIMEOUT, wait_until
 from screens import Screen, require_tmux
 from slurm_user import User
@@ -17,7 +16,7 @@ pytestmark = pytest.mark.slurm
 OPTIONS = ("--nodes", "2", "--nproc-per-node", "2")
 
 
-def check(user: User) -> None:
+def test_top_of_job_under_slurm(user: User) -> None:
     require_tmux()
     job_id = user.submit(WAITING, *OPTIONS)
     user.wait_for("up0", "up1", "up2", "up3")
@@ -37,12 +36,3 @@ def check(user: User) -> None:
         screen.press("q")
         screen.wait_for_all("exit code 0")
         screen.assert_clean()
-
-
-def test_top_of_job_under_slurm(user: User) -> None:
-    check(user)
-
-
-@pytest.mark.slow
-def test_top_through_login_host(laptop: Laptop) -> None:
-    check(laptop)

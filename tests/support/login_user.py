@@ -173,28 +173,16 @@ def _toml(text: str) -> str:
     return '"' + text.replace("\\", "\\\\").replace('"', '\\"') + '"'
 
 
-def _laptop_of(slurm: SlurmCluster, tmp_path: Path, patch: pytest.MonkeyPatch) -> Iterator[Laptop]:
-    if why := missing_programs("sshd", "ssh-keygen"):
-        pytest.skip(why)
-    with user_of(slurm, tmp_path, patch, Laptop) as made:
-        assert isinstance(made, Laptop)
-        try:
-            yield made
-        finally:
-            made.login.stop(close_connections=True)
-
-
 @pytest.fixture
 def laptop(
     slurm: SlurmCluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[Laptop]:
     """Return a user with a laptop and a cluster without accounting."""
-    yield from _laptop_of(slurm, tmp_path, monkeypatch)
-
-
-@pytest.fixture
-def laptop_of_each_cluster(
-    slurm_cluster: SlurmCluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> Iterator[Laptop]:
-    """Run the test twice: without and with accounting."""
-    yield from _laptop_of(slurm_cluster, tmp_path, monkeypatch)
+    if why := missing_programs("sshd", "ssh-keygen"):
+        pytest.skip(why)
+    with user_of(slurm, tmp_path, monkeypatch, Laptop) as made:
+        assert isinstance(made, Laptop)
+        try:
+            yield made
+        finally:
+            made.login.stop(close_connections=True)

@@ -284,15 +284,6 @@ def user(slurm: SlurmCluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
 
 
 @pytest.fixture
-def user_of_each_cluster(
-    slurm_cluster: SlurmCluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> Iterator[User]:
-    """Run the test twice: without and with accounting."""
-    with user_of(slurm_cluster, tmp_path, monkeypatch) as made:
-        yield made
-
-
-@pytest.fixture
 def user_accounted(
     slurm_accounted: SlurmCluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[User]:
@@ -351,14 +342,6 @@ def _slurm_dbd() -> Iterator[SlurmCluster]:
     yield from _run_cluster("--accounting")
 
 
-@pytest.fixture(scope="session", params=["none", "slurmdbd"])
-def _slurm_either(request: pytest.FixtureRequest) -> SlurmCluster:
-    cluster: SlurmCluster = request.getfixturevalue(
-        "_slurm_none" if request.param == "none" else "_slurm_dbd"
-    )
-    return cluster
-
-
 @pytest.fixture
 def slurm(_slurm_none: SlurmCluster, monkeypatch: pytest.MonkeyPatch) -> Iterator[SlurmCluster]:
     """Return the cluster without accounting."""
@@ -371,11 +354,3 @@ def slurm_accounted(
 ) -> Iterator[SlurmCluster]:
     """Return the cluster with slurmdbd and MariaDB."""
     yield from _with_environment(_slurm_dbd, monkeypatch)
-
-
-@pytest.fixture
-def slurm_cluster(
-    _slurm_either: SlurmCluster, monkeypatch: pytest.MonkeyPatch
-) -> Iterator[SlurmCluster]:
-    """Run the test twice: without and with accounting."""
-    yield from _with_environment(_slurm_either, monkeypatch)
