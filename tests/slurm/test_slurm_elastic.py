@@ -6,7 +6,6 @@ import contextlib
 import json
 import os
 import signal
-import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -16,7 +15,6 @@ from procs import below, wait_until
 from slurm_cluster import SlurmCluster
 from slurm_user import User
 
-from clusterjob.core.bad_hosts import BadHost, BadHosts
 from clusterjob.node.rendezvous import succession
 
 pytestmark = pytest.mark.slow
@@ -106,22 +104,6 @@ def test_elastic_job_starts_with_the_nodes_that_slurm_has(user: User) -> None:
     user.wait_for_state(job, "SUCCEEDED", timeout=TEST_TIMEOUT)
     assert "round 0 rank 2 of 3 on n3" in user.output(job)
     assert "round 1 rank 1 of 2 on n2" in user.output(job)
-
-
-def test_later_jobs_avoid_a_blamed_node_if_there_are_enough_others(user: User) -> None:
-    now = time.time()
-    bad = {
-        name: BadHost(name, "device", job="train-1", at=now, why="ECC error")
-        for name in ("n1", "n4")
-    }
-    BadHosts("slurm")._write(bad, {})
-    done = user.run("import os; print(os.environ['SLURMD_NODENAME'])")
-    assert "avoids n1 (device in job train-1, " in done.stderr
-    assert "n2" in done.stdout
-    done = user.run("import os; print(os.environ['SLURMD_NODENAME'])", "--exclude", "n2")
-    assert "n3" in done.stdout
-    done = user.run("print('up')", "--nodes", "4")
-    assert "avoids" not in done.stderr  # the job needs all nodes
 
 
 def test_requeued_job_leaves_out_the_node_that_caused_a_failure(user: User) -> None:

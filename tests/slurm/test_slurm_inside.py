@@ -52,13 +52,6 @@ def test_stacks_of_tasks_of_srun(user: User) -> None:
 
 
 @pytest.mark.slow
-def test_shell_in_step_follows_size_and_keys(user: User) -> None:
-    job = started(user)
-    job.check_shell(rank=2, where="echo $SLURMD_NODENAME", answer="n2")
-    user("cancel", job.id)
-
-
-@pytest.mark.slow
 def test_workers_of_srun_and_elements_of_arrays_are_found(user: User) -> None:
     job = started(user, "--launcher", "srun", text=SLEEPER.replace('"RANK"', '"SLURM_PROCID"').replace("'RANK'", "'SLURM_PROCID'"))  # fmt: skip  # noqa: E501
     assert job.shell("echo $RANK $SLURMD_NODENAME", "--rank", "3") == "3 n2\n"

@@ -5,30 +5,20 @@ A process that stops during its query does not block the others.
 
 from __future__ import annotations
 
-import json
-import signal
 import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from procs import wait_until
 from slurm_cluster import SlurmCluster
-from slurm_user import GUEST, PROMPT, SLEEPER, User
+from slurm_user import GUEST, SLEEPER, User
 
 from clusterjob.backends.slurm import queue
 from clusterjob.backends.slurm.client import Client
 from clusterjob.backends.slurm.queue import INTERVAL, Queue
 from clusterjob.backends.slurm.squeue import JobRow, QueueSnapshot, rows_of, split
 from clusterjob.node.system import files
-
-COUNT = 'date +%s.%N >> "$NOTES"\nexec "$REAL" "$@"\n'
-
-
-def times_of(notes: Path) -> list[float]:
-    return [float(line) for line in notes.read_text().splitlines()]
-
 
 # -- parsing of squeue output --------------------------------------------------------------------
 
@@ -216,23 +206,6 @@ def test_next_process_reads_recent_snapshot_without_query(
     assert time.monotonic() - begin < 2
 
 
-@pytest.mark.slow
-def test_process_stopped_during_its_query_does_not_block_others(user: User) -> None:
-    """The process is stopped by Ctrl-Z while its squeue runs."""
-    job_id = user.submit(GUEST)
-    user.wait_for("up0")
-    notes = user.command_first_on_path("squeue", 'echo >> "$NOTES"\nsleep 1\nexec "$REAL" "$@"\n')
-    follower = user.start("wait", job_id)
-    wait_until(notes.read_text, PROMPT)
-    follower.send_signal(signal.SIGSTOP)
-    time.sleep(1.5)
-    user.slurm.run("scancel", user.slurm_id(job_id))
-    user.slurm.wait_for_job(user.slurm_id(job_id), "CANCELLED")
-    assert user("wait", job_id, code=143).returncode == 143
-    follower.send_signal(signal.SIGCONT)
-    assert follower.wait(PROMPT * 3) == 143
-
-
 def test_broken_snapshot_file_is_replaced(slurm: SlurmCluster, tmp_path: Path) -> None:
     job = slurm.submit("--hold", "--output=/dev/null", script="true")
     Queue(Client(), tmp_path).poll()
@@ -337,24 +310,3 @@ def test_sbatch_variables_of_user_are_ignored_except_partition(user: User) -> No
         "0",
         False,
     )
-
-
-@pytest.mark.slow
-def test_status_and_cancel_of_300_jobs_take_one_call_each(user: User) -> None:
-    array = user.submit(SLEEPER, "--array", "0-289", "--set", "hold=true")
-    others = [user.submit(SLEEPER, "--set", "hold=true") for _ in range(10)]
-    notes = user.command_first_on_path("squeue", COUNT)
-    for path in user.home.glob("slurm/*"):
-        path.unlink()
-    jobs = json.loads(user("status", "--json").stdout)["jobs"]
-    assert len(jobs) == 300
-    assert {job["state"] for job in jobs} == {"PENDING"}
-    assert {job["id"] for job in jobs} == {*others, *(f"{array}_{index}" for index in range(290))}
-    assert len(times_of(notes)) == 1
-    shown = user("status").stdout.splitlines()
-    assert len(shown) == 12
-    assert "290 PENDING" in next(line for line in shown if line.startswith(array))
-    scancels = user.command_first_on_path("scancel", COUNT)
-    user("cancel", array, *others)
-    assert len(times_of(scancels)) == 1
-    assert user.slurm.run("squeue", "--noheader").stdout == ""

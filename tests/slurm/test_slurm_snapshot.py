@@ -104,32 +104,6 @@ def test_held_job_of_other_launcher_runs_submitted_code(
 
 
 @pytest.mark.slow
-def test_array_and_requeued_job_run_submitted_code(user: User) -> None:
-    write_version(user, 1)
-    waits = user.script(
-        """
-        import os, time, helper
-        print("ran", os.environ["CLUSTERJOB_ATTEMPT"], helper.VERSION, flush=True)
-        open("up", "w").close()
-        while os.environ["CLUSTERJOB_ATTEMPT"] == "0":
-            time.sleep(0.05)
-        """,
-        "waits.py",
-    )
-    array = submit(user, "--sweep", "lr=1,2", "train.py")
-    requeued = user("submit", "--cluster", "slurm", "--requeue", waits).stdout.strip()
-    user.wait_for("up")
-    write_version(user, 2)
-    user.slurm.run("scontrol", "requeue", user.slurm_id(requeued))
-    user.slurm.run("scontrol", "release", user.slurm_id(array))
-    for element in (f"{array}_0", f"{array}_1"):
-        user.wait_for_state(element, "SUCCEEDED")
-        assert user.output(element).splitlines()[0] == SUBMITTED
-    user.wait_for_state(requeued, "SUCCEEDED")
-    assert "ran 1 1" in user.output(requeued)
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize("options", [("train.py",), ("-m", "pack.main")], ids=" ".join)
 def test_held_job_of_login_host_runs_submitted_code(
     laptop: Laptop, options: tuple[str, ...]

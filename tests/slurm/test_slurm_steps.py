@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import json
 import sys
 import textwrap
 from pathlib import Path
-from typing import Any
 
 import pytest
 from launching import Run, rank_reports, run, script
@@ -25,16 +23,10 @@ MEET = """
             ctx.local_rank, ctx.local_world_size, ctx.world_size, ctx.node_rank, ctx.nnodes,
             ctx.source, total]))
 """
-ENV = [sys.executable, "-m", "clusterjob", "env", "--json"]
 
 
 def srun(slurm: SlurmCluster, directory: Path, *argv: object, tool: str = "srun") -> Run:
     return run([tool, *argv], directory, slurm.environment)
-
-
-def task_reports(directory: Path, tasks: int) -> list[dict[str, Any]]:
-    """Return the reports of all tasks, which srun writes to separate files."""
-    return [json.loads((directory / f"said.{task}").read_text()) for task in range(tasks)]
 
 
 @pytest.mark.slow
@@ -86,38 +78,6 @@ def test_agent_on_each_node_starts_all_ranks(slurm: SlurmCluster, tmp_path: Path
     assert rank_reports(tmp_path, 4) == [
         [rank % 2, 2, 4, rank // 2, 2, "clusterjob", 10.0] for rank in range(4)
     ]
-
-
-def test_step_on_some_nodes_of_job_has_its_own_node_ranks(
-    slurm: SlurmCluster, tmp_path: Path
-) -> None:
-    """The batch script has the same variables, but no rank assignment."""
-    command = " ".join(map(repr, ENV))
-    (tmp_path / "batch.sh").write_text(
-        f"#!/bin/bash\n{command} > batch.json\nsrun -N2 -n2 -w n3,n4 -o said.%t {command}\n"
-    )
-    ran = srun(slurm, tmp_path, "--wait", "-N4", "-n8", "-o", "out", "batch.sh", tool="sbatch")
-    assert ran.code == 0, ran.err + (tmp_path / "out").read_text()
-    batch = json.loads((tmp_path / "batch.json").read_text())
-    assert (batch["source"], batch["level"], batch["conflicts"]) == ("none", "none", [])
-    assert "SLURM_PROCID" in {item["variable"] for item in batch["ignored"]}
-    assert [
-        (each["level"], each["nnodes"], each["node_rank"], each["master_addr"])
-        for each in task_reports(tmp_path, 2)
-    ] == [("node", 2, 0, "n3"), ("node", 2, 1, "n3")]
-
-
-@pytest.mark.parametrize(
-    "prefix", [("env", "MASTER_ADDR=localhost"), ("env", "-u", "SLURM_NODEID")]
-)
-def test_every_task_reports_conflicting_environment(
-    slurm: SlurmCluster, tmp_path: Path, prefix: tuple[str, ...]
-) -> None:
-    ran = srun(slurm, tmp_path, "-N2", "-n4", "-o", "said.%t", *prefix, *ENV)
-    assert ran.code == 1
-    assert all(
-        each["conflicts"] and each["source"] == "slurm" for each in task_reports(tmp_path, 4)
-    )
 
 
 @pytest.mark.slow

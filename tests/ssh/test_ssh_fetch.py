@@ -18,7 +18,7 @@ from verdicts import wait_for_verdict
 
 from clusterjob.core import jobs
 from clusterjob.core.records import Record
-from clusterjob.errors import ClusterJobError, UsageError
+from clusterjob.errors import ClusterJobError
 from clusterjob.node.host_server.requests import HostRequest, ReceiveFiles
 from clusterjob.node.verdict import JobState
 
@@ -144,26 +144,6 @@ def test_fetch_command_reports_written_and_kept_files(
     _, err = process.communicate(timeout=TEST_TIMEOUT)
     assert process.returncode == 1
     assert "runs/rank0.txt not replaced: it has changed here" in err
-
-
-def test_fetch_from_missing_node_is_refused(record: Record, target: Path) -> None:
-    with pytest.raises(UsageError, match="has no node 2"):
-        fetch(record, target, nodes=(2,))
-
-
-def test_submit_records_git_revision_and_uncommitted_changes(site: Site) -> None:
-    git = ["git", "-C", str(site.directory), "-c", "user.name=x", "-c", "user.email=x@x"]
-    site.script("old = 1\n")
-    for arguments in (["init", "-q"], ["add", "."], ["commit", "-qm", "first"]):
-        subprocess.run([*git, *arguments], check=True)
-    record = site.submit("new = 2\n")
-    revision = subprocess.run(
-        [*git, "rev-parse", "HEAD"], check=True, capture_output=True, text=True
-    ).stdout.strip()
-    assert record.handle is not None
-    assert record.handle.data["code"]["git"]["revision"] == revision
-    assert "+new = 2" in (record.job_dir / "code.diff").read_text()
-    wait_for_verdict(record)
 
 
 def test_unchanged_code_is_not_sent_again(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:

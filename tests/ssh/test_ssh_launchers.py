@@ -11,7 +11,6 @@ from pathlib import Path
 import pytest
 from hydra_app import write_app
 from procs import TEST_TIMEOUT
-from ray_driver import DRIVER, needs_ray, wait_for_end_of_ray
 from sshsite import Site
 
 import clusterjob
@@ -20,15 +19,6 @@ from clusterjob.core.records import Records
 
 SOURCE = Path(clusterjob.__file__).parent.parent
 pytestmark = pytest.mark.slow
-
-
-@needs_ray
-def test_ray_over_two_hosts_keeps_signal_of_driver(site: Site) -> None:
-    record = site.submit(DRIVER, "killed", launcher="ray", python=sys.executable, cpus_per_task=1)
-    job = Job.get(record.job_id)
-    assert job.wait(timeout=180).exit_code == 137, job.logs()
-    assert "[0] rank None nodes 2" in job.logs().splitlines()
-    wait_for_end_of_ray(job)
 
 
 @pytest.mark.skipif(

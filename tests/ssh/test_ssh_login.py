@@ -5,13 +5,11 @@ The codes are those of pam_oath (HOTP, RFC 4226), so no test depends on the time
 
 from __future__ import annotations
 
-import os
 import re
 import secrets
 import socket
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -199,18 +197,6 @@ def test_host_that_asks_for_code_is_one_line_error_without_terminal(
 
 
 @pytest.mark.slow
-def test_login_with_wrong_code_fails_and_opens_nothing(
-    site: Site, commands: Commands, codes: Codes, runtime: Path
-) -> None:
-    with commands.on_terminal("login", "gpu1") as terminal:
-        for _ in range(3):
-            terminal.answer(b"One-time password", "000000")
-        assert terminal.finish() == 1
-    assert b"Traceback" not in terminal.shown
-    assert not sockets(runtime)
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("host", "code", "why"),
     [
@@ -258,35 +244,6 @@ def test_dead_socket_is_replaced_and_parallel_logins_open_one_connection(
 
 
 @pytest.mark.slow
-def test_login_on_full_disk_is_one_line_error(
-    site: Site, commands: Commands, runtime: Path
-) -> None:
-    (runtime / "clusterjob").mkdir(0o700)
-    checked_output(
-        "mount", "-t", "tmpfs", "-o", "nr_inodes=1,mode=700", "tmpfs", runtime / "clusterjob"
-    )
-    try:
-        code, _, err = commands.run("login", "gpu1")
-    finally:
-        checked_output("umount", runtime / "clusterjob")
-    assert code == 1
-    assert "gpu1: its connection cannot be opened: No space left on device" in err
-    assert "hint: set XDG_RUNTIME_DIR" in err
-
-
-@pytest.mark.slow
-def test_interrupted_login_opens_nothing(
-    site: Site, commands: Commands, codes: Codes, runtime: Path
-) -> None:
-    with commands.on_terminal("login", "gpu1") as terminal:
-        terminal.read_until(b"One-time password")
-        terminal.type(b"\x03")
-        assert terminal.finish() == 130
-    assert b"Traceback" not in terminal.shown
-    assert not sockets(runtime)
-
-
-@pytest.mark.slow
 def test_login_host_behind_bastion_is_shared(site: Site, commands: Commands, runtime: Path) -> None:
     bastion = site.ssh_network.hosts["bastion"]
     assert commands.run("login", "bastion")[0] == 0
@@ -319,36 +276,6 @@ def test_user_control_master_is_used_and_not_closed(
     wait_until(lambda: not list(runtime.glob("m-*")), 10, "the end of the connection")
 
 
-@pytest.mark.slow
-def test_control_persist_of_user_keeps_connection_for_later_commands(
-    site: Site, commands: Commands, runtime: Path
-) -> None:
-    ssh_network, path = site.ssh_network, runtime / "m-%C"
-    ssh_network.write_config(ControlPath=str(path), ControlMaster="auto", ControlPersist="60")
-    before = logins(ssh_network.hosts["gpu1"])
-    ask("gpu1", "auto", site)
-    ask("gpu1", "auto", site)
-    assert logins(ssh_network.hosts["gpu1"]) - before == 1
-    assert commands.run("logout", "gpu1")[0] == 0
-
-
-@pytest.mark.slow
-def test_shared_connection_that_breaks_is_one_line_error(
-    site: Site, commands: Commands, codes: Codes
-) -> None:
-    host = site.ssh_network.hosts["gpu1"]
-    with commands.on_terminal("login", "gpu1") as terminal:
-        terminal.answer(b"One-time password", codes.next())
-        assert terminal.finish() == 0
-    for pid in host.pids():
-        os.kill(pid, 9)
-    target = ssh_config.resolve(Host("gpu1"), site.ssh_network.config)
-    wait_until(lambda: control_master.find(target) is None, 30, "the end of the connection")
-    code, out, err = commands.run(*hosts_of(site, "gpu1"))
-    assert (code, "Traceback" in out + err) == (1, False)
-    assert "keyboard-interactive" in out
-
-
 # -- questions on the terminal -------------------------------------------------------------------
 
 
@@ -358,18 +285,6 @@ def test_paramiko_asks_for_code_on_terminal(site: Site, commands: Commands, code
     with commands.on_terminal(*argv) as terminal:
         terminal.answer(b"gpu1: One-time password", "123")  # a wrong one is asked again
         terminal.answer(b"gpu1: One-time password", codes.next())
-        terminal.read_until(REACHED.encode())
-
-
-@pytest.mark.slow
-def test_answer_may_take_longer_than_timeout_of_connection(
-    site: Site, commands: Commands, codes: Codes
-) -> None:
-    argv = [*hosts_of(site, "gpu1"), "--set", "connect_timeout=2"]
-    with commands.on_terminal(*argv) as terminal:
-        terminal.read_until(b"One-time password")
-        time.sleep(5)  # a person looks for the code: more than each time limit of the login
-        terminal.answer(b"One-time password", codes.next())
         terminal.read_until(REACHED.encode())
 
 
