@@ -107,27 +107,6 @@ def test_agent_reports_silent_name_server_and_ends_within_seconds(
     assert "Traceback" not in ended.err
 
 
-@pytest.mark.slow
-def test_agent_waits_for_name_when_platform_creates_names_late(
-    machine: Machine, tmp_path: Path
-) -> None:
-    variables = {
-        "RANK": "1",
-        "WORLD_SIZE": "2",
-        "MASTER_PORT": "23456",
-        "CLUSTERJOB_TOKEN": "s" * 16,
-    }
-    ended, _ = launched(machine, tmp_path, variables, "--join-timeout", "7")
-    assert ended.code == 1
-    lines = [
-        line
-        for line in ended.err.splitlines()
-        if f"node 1 cannot reach node 0 at master.example: {NO_ANSWER}" in line
-    ]
-    assert " s so far" in lines[0]
-    assert "gave up after" in lines[-1]
-
-
 def launched(
     machine: Machine, directory: Path, environ: dict[str, str], *options: str
 ) -> tuple[Run, float]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,7 +11,7 @@ from typing import Any
 import pytest
 import slow_hosts
 from namespaces import machines
-from procs import TEST_TIMEOUT, WITH_TORCH, Job, command_line, wait_until
+from procs import TEST_TIMEOUT, WITH_TORCH, Job, wait_until
 
 from clusterjob.insight.preflight import read_preflight
 from clusterjob.insight.report import preflight_table
@@ -68,30 +67,6 @@ def test_preflight_measures_hosts_and_starts_the_job(make_job: MakeJob) -> None:
     assert len(shown["rows"]) == 2
 
 
-@pytest.mark.slow
-def test_preflight_in_new_processes_measures_too(make_job: MakeJob) -> None:
-    job = make_job(2)
-    job.start_all(
-        "--preflight=warn", "--start", "exec", job.script('print("up")'), python=WITH_TORCH
-    )
-    assert job.wait(4 * TEST_TIMEOUT) == [0, 0]
-    amounts = {column[0]: column[2] for column in preflight_event(job)["table"]["columns"]}
-    assert amounts["all-reduce"] > 0
-
-
-def test_cancel_ends_the_preflight(make_job: MakeJob) -> None:
-    job = make_job(2)
-    job.start_all("--preflight", job.script('print("up")'), python=WITH_TORCH)
-    pids = wait_for_measuring(job)
-    job.agents[0].send_signal(signal.SIGTERM)
-    begin = time.monotonic()
-    assert job.wait() == [143, 143] or job.result["state"] == "CANCELLED"
-    assert time.monotonic() - begin < 10
-    assert job.result["state"] == "CANCELLED"
-    assert not job.events("started")
-    assert not [pid for pid in pids if command_line(pid)]
-
-
 def test_killed_measuring_process_is_named_and_the_job_is_refused(make_job: MakeJob) -> None:
     job = make_job(2)
     job.start_all("--preflight", job.script('print("up")'), python=WITH_TORCH)
@@ -136,15 +111,3 @@ def test_one_slow_host_of_five_is_named_and_no_other(way: str, tmp_path: Path) -
             named = [text.split(":")[0] for text in event["slow"]]
             assert named == ([] if way == "clean" else [f"host gpu{slow_hosts.SLOW}"]), event
             assert event["seconds"] <= 20.5
-
-
-@pytest.mark.slow
-@pytest.mark.root
-def test_job_on_slow_host_is_refused(tmp_path: Path) -> None:
-    if why := slow_hosts.skip_reason():
-        pytest.skip(why)
-    with machines(3) as hosts, slow_hosts.slow_cpu() as group:
-        job = slow_hosts.preflight(hosts, tmp_path, "--preflight", group=group, slow=2)
-        assert job.wait(2 * TEST_TIMEOUT) == [1, 1, 1]
-    assert job.result["failure"]["host"] == "gpu2"
-    assert "preflight: host gpu2: " in job.result["reason"]

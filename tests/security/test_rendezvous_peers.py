@@ -490,6 +490,31 @@ def test_member_cannot_join_in_the_place_of_another_node(make_job: MakeJob, secr
     assert [job.stderr(agent).count(notice) for agent in job.agents] == [bool(env), 0]
 
 
+@pytest.mark.parametrize(
+    ("changes", "why"),
+    [
+        ({"nnodes": 3}, "counts 3 nodes, node 0 counts 2"),
+        ({"attempt": 1}, "this is attempt 0 of the job, not 1"),
+        ({"node_rank": 5}, "node_rank must be between 0 and 1"),
+        ({}, "node_rank 1 is claimed twice"),
+    ],
+)
+def test_agent_that_does_not_fit_the_job_is_refused_with_the_reason(
+    tmp_path: Path, changes: dict[str, Any], why: str
+) -> None:
+    async def join() -> None:
+        job = JobIdentity("j", 0, b"t" * 16, ports=[0], has_torch=False)
+        events = EventLog(tmp_path / "events.jsonl")
+        members = Membership(2, 0, parse(["x.py"]), job=job, events=events)
+        hello = messages.Hello(1, "h", pid=7, attempt=0, nnodes=2, nproc=1, key="own")
+        if not changes:
+            members.join(hello, lambda _message: None)
+        with pytest.raises(protocol.RefusedError, match=why):
+            members.join(replace(hello, **changes, key="other"), lambda _message: None)
+
+    asyncio.run(join())
+
+
 @pytest.mark.parametrize("is_open", [True, False])
 def test_lost_node_is_replaced_by_another_agent_only_with_a_token(
     tmp_path: Path, is_open: bool
