@@ -84,9 +84,8 @@ def test_hosts_trust_does_not_record_revoked_key(site: Site, revoked: Path) -> N
         "--fingerprint",
         host.fingerprint,
     ]
-    process = site.command(*args, stdin=subprocess.DEVNULL)
-    _, err = process.communicate(timeout=TEST_TIMEOUT)
-    assert (process.returncode, "is revoked" in err) == (1, True)
+    code, _, err = site.run(*args)
+    assert (code, "is revoked" in err) == (1, True)
     assert site.ssh_network.known_hosts.read_text() == ""
 
 
@@ -158,9 +157,7 @@ def test_hosts_trust_without_fingerprint_or_terminal_records_no_key(site: Site) 
     ssh_network = site.ssh_network
     ssh_network.known_hosts.write_text("")
     args = ["hosts", "trust", "gpu1", "--set", f"ssh_config={ssh_network.config}"]
-    process = site.command(*args, stdin=subprocess.DEVNULL)
-    _, err = process.communicate(timeout=TEST_TIMEOUT)
-    assert process.returncode == 1
+    _, _, err = site.run(*args, code=1)
     assert ssh_network.hosts["gpu1"].fingerprint in err
     assert "--fingerprint" in err
     assert ssh_network.known_hosts.read_text() == ""
@@ -208,7 +205,5 @@ def test_user_name_with_shell_command_is_refused_before_proxy_command_runs(
     mark = tmp_path / "mark"
     monkeypatch.setenv("M", str(mark))
     args = ["hosts", "--hosts", f"{user}@gpu1", "--set", f"ssh_config={site.ssh_network.config}"]
-    process = site.command(*args, stdin=subprocess.DEVNULL)
-    _, err = process.communicate(timeout=TEST_TIMEOUT)
-    assert process.returncode == 2, err
+    site.run(*args, code=2)
     assert not mark.exists()

@@ -120,15 +120,11 @@ def test_other_process_gets_status_follows_logs_and_cancels(site: Site) -> None:
     record = site.submit(SLEEPER)
     close_connections()
     wait_for_lines(record, "up 0", "up 1")
-    status = site.command("status", "--json", record.job_id)
-    out, err = status.communicate(timeout=TEST_TIMEOUT)
-    assert json.loads(out)["jobs"][0]["state"] == "RUNNING", err
-    logs = site.command("logs", record.job_id)
-    out, err = logs.communicate(timeout=TEST_TIMEOUT)
-    assert sorted(out.splitlines()) == ["[0] up 0", "[1] up 1"], err
-    cancel = site.command("cancel", record.job_id)
-    out, err = cancel.communicate(timeout=TEST_TIMEOUT)
-    assert cancel.returncode == 0, err
+    _, out, _ = site.run("status", "--json", record.job_id)
+    assert json.loads(out)["jobs"][0]["state"] == "RUNNING"
+    _, out, _ = site.run("logs", record.job_id)
+    assert sorted(out.splitlines()) == ["[0] up 0", "[1] up 1"]
+    site.run("cancel", record.job_id, code=0)
     assert not site.running()
     verdict = wait_for_verdict(Records().find(record.job_id))
     assert (verdict.state, verdict.exit_code) == (JobState.CANCELLED, 143)
@@ -266,9 +262,7 @@ def test_following_logs_opens_one_connection_per_host(site: Site) -> None:
     )
     close_connections()
     before = {name: logins(site.ssh_network.hosts[name]) for name in ("gpu1", "gpu2")}
-    follow = site.command("logs", "-f", record.job_id)
-    out, err = follow.communicate(timeout=TEST_TIMEOUT)
-    assert follow.returncode == 0, err
+    _, out, _ = site.run("logs", "-f", record.job_id, code=0)
     shown = [line for line in out.splitlines() if line.startswith("[0-1] ")]
     alone = [line for line in out.splitlines() if not line.startswith("[0-1] ")]
     assert len(shown) * 2 + len(alone) == 60, "every line of both, once"
@@ -315,9 +309,9 @@ def test_submit_on_terminal_shows_hosts_and_code_upload_progress(site: Site) -> 
 
 
 def test_follow_without_terminal_prints_hosts_and_bytes_once(site: Site) -> None:
-    followed = site.command("submit", "--follow", *site.options(), site.script("print('hello')"))
-    out, err = followed.communicate(timeout=TEST_TIMEOUT)
-    assert followed.returncode == 0, err
+    _, out, err = site.run(
+        "submit", "--follow", *site.options(), site.script("print('hello')"), code=0
+    )
     # The two lines are shown as one if they arrive together.
     assert out.splitlines()[1:] in (
         ["[0-1] hello"],

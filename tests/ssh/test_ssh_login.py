@@ -116,9 +116,7 @@ class Commands:
 
     def run(self, *words: str) -> tuple[int, str, str]:
         """Run a command without a terminal."""
-        process = self.site.command(*words, *self.options, stdin=subprocess.DEVNULL)
-        out, err = process.communicate(timeout=TEST_TIMEOUT)
-        return process.returncode, out, err
+        return self.site.run(*words, *self.options)
 
     def on_terminal(self, *words: str) -> Terminal:
         argv = [sys.executable, "-m", "clusterjob", *words, *self.options]
@@ -163,9 +161,7 @@ def test_code_is_asked_once_for_all_commands_after_login(
     close_connections()
     assert REACHED in commands.run(*hosts_of(site, "gpu1"))[1]
     for words in (["wait"], ["status"], ["logs"]):
-        process = site.command(*words, record.job_id, stdin=subprocess.DEVNULL)
-        out, err = process.communicate(timeout=TEST_TIMEOUT)
-        assert process.returncode == 0, err
+        _, out, _ = site.run(*words, record.job_id, code=0)
     assert "hello" in out
     assert logins(host) - before == 1
     assert "gpu1: already logged in as root" in commands.run("login", "gpu1")[2]
