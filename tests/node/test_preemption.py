@@ -8,7 +8,6 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import re
 import select
 import signal
 import socket
@@ -20,14 +19,12 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from launching import ROOT
 from procs import (
     TEST_TIMEOUT,
     WITH_TORCH,
     Job,
     below,
     own_processes,
-    wait_for_no_processes,
     wait_until,
 )
 
@@ -611,70 +608,3 @@ def test_training_workers_leave_in_middle_of_step_after_warning(make_job: MakeJo
     check_preempted(job, f"SIGTERM on {HOST}")
     saved = [job.log(rank // 2, f"rank{rank}.out") for rank in range(4)]
     assert saved.count("saved\n") >= 1
-
-
-# -- interrupted training --------------------------------------------------------------------------
-
-RESUME = ROOT / "examples" / "train_resume.py"
-MANY_STEPS = 10**6
-
-
-def train(job: Job, attempt: int, steps: int) -> subprocess.Popen[bytes]:
-    """Start one attempt of the example on two processes."""
-    arguments = ("--checkpoint", "saved", "--steps", str(steps), "--save-every", "20")
-    variables = {"CLUSTERJOB_ATTEMPT": str(attempt)}
-    return job.start(
-        0,
-        *WARNING,
-        "--nproc-per-node",
-        "2",
-        str(RESUME),
-        *arguments,
-        python=WITH_TORCH,
-        env=variables,
-    )
-
-
-def last_step(job: Job, attempt: int) -> int:
-    """Return the last step that an attempt has reported as saved, or 0."""
-    path = job.dir / "logs" / "node0" / (f"rank0.attempt{attempt}.out" if attempt else "rank0.out")
-    saved = re.findall(r"step (\d+): saved", path.read_text()) if path.exists() else []
-    return int(saved[-1]) if saved else 0
-
-
-def first_step(job: Job, attempt: int) -> int:
-    return int(job.log(0, f"rank0.attempt{attempt}.out").partition("from step ")[2].split()[0])
-
-
-def weights(job: Job, agent: subprocess.Popen[bytes]) -> str:
-    assert agent.wait(TEST_TIMEOUT) == 0, job.stderr(agent)
-    return job.stdout(agent).rpartition("weights ")[2].strip()
-
-
-@pytest.mark.slow
-def test_interrupted_training_ends_with_weights_of_uninterrupted_one(
-    make_job: MakeJob,
-) -> None:
-    """The training is warned once and killed once, each time in the middle of its steps."""
-    job = make_job()
-    warned = train(job, 0, MANY_STEPS)
-    wait_until(lambda: last_step(job, 0), TEST_TIMEOUT)
-    warned.send_signal(signal.SIGUSR1)
-    assert warned.wait(TEST_TIMEOUT) == 75, job.stderr(warned)
-    assert job.result["state"] == "PREEMPTED"
-
-    killed = train(job, 1, MANY_STEPS)
-    wait_until(lambda: last_step(job, 1), TEST_TIMEOUT)
-    killed.kill()
-    killed.wait(TEST_TIMEOUT)
-    wait_for_no_processes(TEST_TIMEOUT)
-
-    steps = last_step(job, 1) + 47
-    found = weights(job, train(job, 2, steps))
-    assert 20 <= last_step(job, 0) == first_step(job, 1)
-    assert last_step(job, 1) <= first_step(job, 2) < steps - 20
-    assert (job.result["state"], job.result["attempt"]) == ("SUCCEEDED", 2)
-
-    uninterrupted = make_job()
-    assert weights(uninterrupted, train(uninterrupted, 0, steps)) == found
-    assert len(found) == 16
