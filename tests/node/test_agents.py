@@ -541,18 +541,6 @@ def test_killed_coordinator_leaves_no_result_and_both_nodes_lost(make_job: MakeJ
     assert "LOST" in job.stderr(job.agents[1])
 
 
-def test_killed_forkserver_fails_job_and_names_node(make_job: MakeJob) -> None:
-    job = make_job(2)
-    job.start_all("--nproc-per-node", "2", job.script(SLEEPER))
-    job.wait_for("up0", "up1", "up2", "up3")
-    os.kill(job.forkserver_of(job.agents[1]), signal.SIGKILL)
-    wait_for_no_processes(10)
-    assert job.wait() == [1, 1]
-    failure = job.result["failure"]
-    assert (job.result["state"], failure["rank"], failure["node_rank"]) == ("FAILED", None, 1)
-    assert "SIGKILL" in failure["message"]
-
-
 @pytest.mark.parametrize("delay", [0.1, 0.5])
 def test_agent_killed_during_imports_of_forkserver_leaves_no_process(
     make_job: MakeJob, delay: float
@@ -635,7 +623,12 @@ def test_daemonized_grandchildren_end_with_killed_agent_or_forkserver(
             agent.kill()
     wait_for_no_processes(10)
     assert 0 not in job.wait()
-    assert victim == "forkserver" or job.node_end(1)["state"] == "LOST"
+    if victim == "forkserver":
+        failure = job.result["failure"]
+        assert (failure["rank"], failure["node_rank"]) == (None, 1)
+        assert "SIGKILL" in failure["message"]
+    else:
+        assert job.node_end(1)["state"] == "LOST"
 
 
 @pytest.mark.parametrize("end", ["failure", "kill"])
@@ -687,20 +680,6 @@ def test_unresolvable_coordinator_address_is_reported_on_both_nodes(
         assert "Traceback" not in job.stderr(agent)
     assert address in job.node_end(1)["reason"]
     assert address in job.result["reason"]
-
-
-def test_coordinator_refuses_second_agent_with_same_node_rank(make_job: MakeJob) -> None:
-    job = make_job(3)
-    script = job.script(SLEEPER)
-    job.start(0, script)
-    job.start(1, script)
-    wait_until(lambda: len(job.events("joined")) == 2, TEST_TIMEOUT)
-    job.start(1, script)
-    assert job.wait() == [1, 1, 1]
-    message = job.result["failure"]["message"]
-    assert "node_rank 1 is claimed twice" in message
-    assert all(str(job.agents[index].pid) in message for index in (1, 2))
-    assert "claimed twice" in job.stderr(job.agents[2]) + job.node_end(1)["reason"]
 
 
 def test_agent_with_wrong_token_is_refused(make_job: MakeJob) -> None:

@@ -144,10 +144,9 @@ def test_warning_to_any_node_reaches_every_worker(make_job: MakeJob, node: int, 
     assert f"PREEMPTED: SIGUSR1 on {HOST}" in job.stderr(job.agents[1])
 
 
-@pytest.mark.parametrize("mode", ["fork", "exec"])
-def test_callbacks_run_once_in_order_on_main_thread(make_job: MakeJob, mode: str) -> None:
+def test_callbacks_run_once_in_order_on_main_thread(make_job: MakeJob) -> None:
     job = make_job(2)
-    job.start_all(*WARNING, "--start", mode, write_scripts(job, USES_CALLBACKS))
+    job.start_all(*WARNING, write_scripts(job, USES_CALLBACKS))
     up(job, 2)
     for _ in range(3):
         job.agents[1].send_signal(signal.SIGUSR1)

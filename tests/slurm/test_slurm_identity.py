@@ -1,87 +1,14 @@
-"""Find a Slurm job despite hidden partitions, changed comments and sbatch wrappers."""
+"""Find a Slurm job despite changed comments and sbatch wrappers."""
 
 from __future__ import annotations
 
-import os
-import pwd
-import shutil
-import tempfile
-from collections.abc import Iterator
-from pathlib import Path
-
 import pytest
-import slurm_user
 from procs import wait_until
-from slurm_cluster import SlurmCluster
-from slurm_user import GUEST, PROMPT, SLEEPER, User, user_of
+from slurm_user import GUEST, PROMPT, SLEEPER, User
 
 from clusterjob.backends.slurm.client import Client
 from clusterjob.backends.slurm.queue import Queue
 from clusterjob.node.verdict import JobState, Verdict
-
-ACCOUNT = "games"  # exists on every Debian; no daemon uses it
-
-
-# -- hidden partitions ---------------------------------------------------------------------------
-
-
-@pytest.fixture
-def non_root(slurm: SlurmCluster, monkeypatch: pytest.MonkeyPatch) -> Iterator[User]:
-    """Return a user other than root, with the partition ``small`` hidden.
-
-    root sees hidden partitions without --all.
-    """
-    python = shutil.which("python3", path="/usr/bin:/bin")
-    if os.geteuid() or python is None:
-        pytest.skip("needs root and an interpreter that all users can read")
-    identity = pwd.getpwnam(ACCOUNT)
-    # Only root can enter the directories of pytest.
-    there = Path(tempfile.mkdtemp(prefix="ordinary-", dir="/tmp"))
-    slurm.directory.parent.chmod(0o711)
-    # clusterjob may read all files, as its interpreter may be below /root. Slurm sees only the
-    # user id.
-    caps = ("--inh-caps=+dac_override", "--ambient-caps=+dac_override")
-    become = [
-        "setpriv",
-        f"--reuid={identity.pw_uid}",
-        f"--regid={identity.pw_gid}",
-        "--clear-groups",
-        *caps,
-    ]
-    monkeypatch.setattr(slurm_user, "CLUSTERJOB", [*become, *slurm_user.CLUSTERJOB])
-    try:
-        for name, value in (
-            ("CLUSTERJOB_HOME", "home"),
-            ("XDG_CACHE_HOME", "cache"),
-            ("XDG_CONFIG_HOME", "config"),
-            ("HOME", "home"),
-        ):
-            (there / value).mkdir(exist_ok=True)
-            monkeypatch.setenv(name, str(there / value))
-        with user_of(slurm, there, monkeypatch) as user:
-            monkeypatch.setenv("CLUSTERJOB_PYTHON", python)
-            for path in (there, *there.rglob("*")):
-                shutil.chown(path, identity.pw_uid, identity.pw_gid)
-            slurm.run("scontrol", "update", "PartitionName=small", "Hidden=YES")
-            yield user
-    finally:
-        slurm.run("scontrol", "update", "PartitionName=small", "Hidden=NO")
-        shutil.rmtree(there)
-
-
-def test_job_in_hidden_partition_is_followed_and_cancelled(non_root: User) -> None:
-    job_id = non_root.submit(GUEST, "--partition", "small")
-    non_root.wait_for("up0")
-    non_root.force_new_query()
-    assert non_root.wait_for_state(job_id, "RUNNING")["backend_id"] == non_root.slurm_id(job_id)
-    other = non_root.submit(SLEEPER, "--partition", "small", "--set", "hold=true")
-    non_root.force_new_query()
-    assert non_root.job(other)["state"] == "PENDING"
-    non_root("cancel", other)
-    assert non_root.slurm_job(other)["JobState"] == "CANCELLED"
-    non_root.path("leave").touch()
-    assert non_root("wait", job_id).returncode == 0
-
 
 # -- changed comments ----------------------------------------------------------------------------
 

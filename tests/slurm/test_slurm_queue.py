@@ -273,7 +273,8 @@ def test_running_job_shows_slurm_id_nodes_and_time(user: User) -> None:
 # -- commands ------------------------------------------------------------------------------------
 
 
-def test_squeue_and_scancel_variables_of_user_are_ignored(user: User) -> None:
+def test_variables_of_user_are_ignored_and_hidden_partitions_shown(user: User) -> None:
+    notes = user.command_first_on_path("squeue", 'echo "$@" >> "$NOTES"\nexec "$REAL" "$@"\n')
     job_id = user.submit(SLEEPER, "--set", "hold=true")
     defaults = {
         "SQUEUE_PARTITION": "small",
@@ -287,6 +288,7 @@ def test_squeue_and_scancel_variables_of_user_are_ignored(user: User) -> None:
     for name, value in defaults.items():
         user.patch.setenv(name, value)
     assert "JobHeldUser" in user.job(job_id)["reason"]
+    assert all("--all" in line.split() for line in notes.read_text().splitlines())
     user("cancel", job_id)
     assert user.slurm_job(job_id)["JobState"] == "CANCELLED"
 
