@@ -35,6 +35,7 @@ from procs import (
 from slurm_user import (  # noqa: F401  fixtures
     _slurm_dbd,
     _slurm_none,
+    new_user,
     slurm,
     slurm_accounted,
     user,

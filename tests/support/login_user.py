@@ -10,14 +10,15 @@ import os
 import shutil
 import signal
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 from launching import free_port
+from preloaded import Preloaded
 from procs import MARKER, alive, below, command_line, missing_programs, wait_until
 from slurm_cluster import SlurmCluster
-from slurm_user import User, user_of
+from slurm_user import User
 from ssh_network import checked_output, start_sshd
 
 # Creates the file up<RANK> in $MEET, which is outside of the job's directory, then waits for the
@@ -122,8 +123,14 @@ class Laptop(User):
 
     cluster = "hpc"
 
-    def __init__(self, slurm: SlurmCluster, directory: Path, patch: pytest.MonkeyPatch) -> None:
-        super().__init__(slurm, directory, patch)
+    def __init__(
+        self,
+        slurm: SlurmCluster,
+        directory: Path,
+        patch: pytest.MonkeyPatch,
+        commands: Preloaded,
+    ) -> None:
+        super().__init__(slurm, directory, patch, commands)
         self.login = LoginHost(directory.parent / "login", slurm)
         self.meeting = directory.parent / "meet"
         self.meeting.mkdir()
@@ -174,15 +181,10 @@ def _toml(text: str) -> str:
 
 
 @pytest.fixture
-def laptop(
-    slurm: SlurmCluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> Iterator[Laptop]:
+def laptop(slurm: SlurmCluster, new_user: Callable[..., User]) -> Iterator[User]:
     """Return a user with a laptop and a cluster without accounting."""
     if why := missing_programs("sshd", "ssh-keygen"):
         pytest.skip(why)
-    with user_of(slurm, tmp_path, monkeypatch, Laptop) as made:
-        assert isinstance(made, Laptop)
-        try:
-            yield made
-        finally:
-            made.login.stop(close_connections=True)
+    made = new_user(slurm, Laptop)
+    yield made
+    made.login.stop(close_connections=True)

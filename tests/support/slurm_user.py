@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import shlex
@@ -12,12 +11,14 @@ import subprocess
 import sys
 import tempfile
 import textwrap
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 from commands import CLUSTERJOB, PACKAGE
+from launching import finish
+from preloaded import Preloaded
 from procs import TEST_TIMEOUT, kill_all, own_processes, wait_for_no_processes, wait_until
 from slurm_cluster import SlurmCluster, missing_packages
 from ssh_network import python_without_torch
@@ -48,13 +49,21 @@ GUEST = """
 class User:
     """A user on a login node.
 
-    The jobs use an interpreter that cannot import torch and therefore starts ten times faster.
+    The jobs use an interpreter that cannot import torch and therefore starts ten times faster. The
+    commands are forked from a process that has imported the package.
     """
 
     cluster = "slurm"
 
-    def __init__(self, slurm: SlurmCluster, directory: Path, patch: pytest.MonkeyPatch) -> None:
+    def __init__(
+        self,
+        slurm: SlurmCluster,
+        directory: Path,
+        patch: pytest.MonkeyPatch,
+        commands: Preloaded,
+    ) -> None:
         self.slurm = slurm
+        self.commands = commands
         self.directory = directory
         self.meeting = directory  # where the workers write files for the test
         self.python = python_without_torch(directory.parent)
@@ -106,28 +115,14 @@ class User:
     # -- commands ----------------------------------------------------------------------------------
 
     def __call__(
-        self, *args: str, code: int = 0, **options: Any
+        self, *args: str, code: int = 0, timeout: float = TEST_TIMEOUT
     ) -> subprocess.CompletedProcess[str]:
         """Run clusterjob to its end; fail the test if its exit code is not ``code``."""
-        options = {
-            "cwd": self.directory,
-            "stdin": subprocess.DEVNULL,
-            "timeout": TEST_TIMEOUT,
-            **options,
-        }
-        done = subprocess.run(
-            [*CLUSTERJOB, *args],
-            check=False,
-            capture_output=True,
-            text=True,
-            errors="surrogateescape",
-            **options,
-        )
-        assert done.returncode == code, (
-            f"exit code {done.returncode}\n{done.stdout}\n{done.stderr}\n{self.logs()}"
-        )
-        assert PACKAGE not in done.stderr, f"a traceback of ours\n{done.stderr}"
-        return done
+        words = ["-m", "clusterjob", *args]
+        done = finish(self.commands.start_program(words, self.directory, os.environ), timeout)
+        assert done.code == code, f"exit code {done.code}\n{done.out}\n{done.err}\n{self.logs()}"
+        assert PACKAGE not in done.err, f"a traceback of ours\n{done.err}"
+        return subprocess.CompletedProcess(words, done.code, done.out, done.err)
 
     def start(self, *args: str, **options: Any) -> subprocess.Popen[str]:
         """Start clusterjob; `said` returns its output."""
@@ -252,44 +247,38 @@ class User:
         )
 
 
-@contextlib.contextmanager
-def user_of(
-    slurm: SlurmCluster, tmp_path: Path, patch: pytest.MonkeyPatch, kind: type[User] = User
-) -> Iterator[User]:
-    """Yield a user; afterwards restore the cluster; fail the test if processes of it are left."""
-    directory = tmp_path / "work"
-    directory.mkdir()
-    user = kind(slurm, directory, patch)
-    try:
-        yield user
-    finally:
-        still = [process for process in user.running if process.poll() is None]
-        for process in still:
-            process.send_signal(signal.SIGCONT)
-            process.kill()
-            process.wait()
-        slurm.restore()
-        try:
-            wait_for_no_processes(PROMPT)
-        finally:
-            kill_all(own_processes())
+@pytest.fixture
+def new_user(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, preloaded_commands: Preloaded
+) -> Iterator[Callable[..., User]]:
+    """Return a function that makes a user; fail the test if the user leaves commands running."""
+    made: list[User] = []
+
+    def make(slurm: SlurmCluster, kind: type[User] = User) -> User:
+        directory = tmp_path / "work"
+        directory.mkdir()
+        made.append(kind(slurm, directory, monkeypatch, preloaded_commands))
+        return made[0]
+
+    yield make
+    still = [process for user in made for process in user.running if process.poll() is None]
+    for process in still:
+        process.send_signal(signal.SIGCONT)
+        process.kill()
+        process.wait()
     assert not still, f"commands that the test left running: {[process.args for process in still]}"
 
 
 @pytest.fixture
-def user(slurm: SlurmCluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[User]:
+def user(slurm: SlurmCluster, new_user: Callable[..., User]) -> User:
     """Return a user of the cluster without accounting."""
-    with user_of(slurm, tmp_path, monkeypatch) as made:
-        yield made
+    return new_user(slurm)
 
 
 @pytest.fixture
-def user_accounted(
-    slurm_accounted: SlurmCluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> Iterator[User]:
+def user_accounted(slurm_accounted: SlurmCluster, new_user: Callable[..., User]) -> User:
     """Return a user of the cluster with accounting."""
-    with user_of(slurm_accounted, tmp_path, monkeypatch) as made:
-        yield made
+    return new_user(slurm_accounted)
 
 
 # -- fixtures of a real Slurm: each cluster starts once, for the first test that needs it ----------
@@ -330,6 +319,10 @@ def _with_environment(cluster: SlurmCluster, patch: pytest.MonkeyPatch) -> Itera
         yield cluster
     finally:
         cluster.restore()
+        try:
+            wait_for_no_processes(PROMPT)
+        finally:
+            kill_all(own_processes())
 
 
 @pytest.fixture(scope="session")
