@@ -234,40 +234,17 @@ def test_missing_permission_is_reported_by_its_check(account: Account) -> None:
 
 def test_unknown_fields_and_states_in_task_list_are_reported(account: Account) -> None:
     account.run_task()
-    renamed = account(
-        **account.replace_volc(
-            '[ "$2" = list ] || exec "$REAL" "$@"\n"$REAL" "$@" | sed s/JobName/Title/g'
-        )
-    )
-    assert renamed.failed == ["fields"]
-    assert "Title" in renamed.hints("fields")
-    assert renamed.state("instances") == "unknown"
-    without_state = account(
-        **account.replace_volc(
-            '[ "$2" = list ] || exec "$REAL" "$@"\n"$REAL" "$@" | sed s/Status/Condition/g'
-        )
-    )
-    assert without_state.failed == ["fields"]
-    assert without_state.message("fields") == "the answer of `list` has no state of a task"
-    without_times = account(
-        **account.replace_volc(
-            '[ "$2" = list ] || exec "$REAL" "$@"\n'
-            '"$REAL" "$@" | sed "s/\\"t-[0-9]*-/\\"task-/g; s/Time/Moment/g"'
-        )
-    )
-    assert without_times.state("fields") == "warning", without_times
-    unknown_state = account(
-        **account.replace_volc(
-            '[ "$2" = list ] || exec "$REAL" "$@"\n"$REAL" "$@" | sed s/Success/Paused/g'
-        )
-    )
-    assert unknown_state.fit
-    assert (unknown_state.state("fields"), unknown_state.message("fields")) == (
-        "warning",
-        "unknown task states: Paused",
-    )
-    not_a_list = account(**account.replace_volc('[ "$2" = list ] || exec "$REAL" "$@"\necho 7'))
-    assert not_a_list.failed == ["list"]
+    for change, failed, state, text in (
+        ("s/JobName/Title/g", ["fields"], "failed", "Title"),
+        ("s/Status/Condition/g", ["fields"], "failed", "`list` has no state of a task"),
+        (r's/"t-[0-9]*-/"task-/g; s/Time/Moment/g', [], "warning", ""),
+        ("s/Success/Paused/g", [], "warning", "unknown task states: Paused"),
+        ("s/.*/7/", ["list"], "unknown", ""),
+    ):
+        script = f'[ "$2" = list ] || exec "$REAL" "$@"\n"$REAL" "$@" | sed \'{change}\''
+        found = account(**account.replace_volc(script))
+        assert (found.failed, found.state("fields")) == (failed, state), found
+        assert text in found.message("fields") + found.hints("fields")
 
 
 def test_volc_without_needed_flag_fails(account: Account) -> None:

@@ -144,22 +144,3 @@ def test_job_without_image_flavor_or_queue_is_not_submitted(tmp_path: Path) -> N
     with pytest.raises(SubmitError) as caught:
         backend.MlpBackend().submit(plan)
     assert "clusterjob render --cluster mlp" in caught.value.hint
-    ran = run(
-        [
-            sys.executable,
-            "-m",
-            "clusterjob",
-            "submit",
-            "--cluster",
-            "mlp",
-            "--set",
-            "queue=q-1",
-            "train.py",
-        ],
-        tmp_path,
-    )
-    assert (ran.code, ran.out) == (1, "")
-    assert "the platform takes no task without image and flavor" in ran.err
-    assert "--set image=..." in ran.err
-    home = Path(os.environ["CLUSTERJOB_HOME"])
-    assert not list(home.glob("jobs/*")), "nothing is left of it"

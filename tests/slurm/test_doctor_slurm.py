@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 from typing import Any
@@ -233,18 +232,6 @@ def test_untrusted_and_unreachable_login_hosts_fail_check_login(laptop: Laptop) 
     assert [unreachable.state(name) for name in ("commands", "controller", "job", "nodes")] == [
         "unknown"
     ] * 4
-
-
-def test_text_output_shows_state_name_and_hint(user: User) -> None:
-    done = user("doctor", "--cluster", "slurm", "--partition", "nowhere", code=1)
-    assert done.stderr == ""
-    assert (
-        "failed   partitions    there is no partition nowhere, or you may not use it\n"
-        in done.stdout
-    )
-    assert f"{'':23}hint: there is main, small\n" in done.stdout
-    shown = json.loads(user("doctor", "--cluster", "slurm", "--json").stdout)
-    assert shown["backend"] == "slurm"
 
 
 def test_node_that_does_not_answer_starts_no_job() -> None:

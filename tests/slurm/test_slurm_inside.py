@@ -75,16 +75,6 @@ def test_workers_of_srun_and_elements_of_arrays_are_found(user: User) -> None:
 
 
 @pytest.mark.slow
-def test_pending_job_is_one_line(user: User) -> None:
-    job_id = user.submit(SLEEPER, "--nodes", "4", "--set", "begin=now+1hour")
-    _, err = Inside(job_id, user.directory).exec("true", code=255)
-    assert err.decode().startswith(f"clusterjob: error: job {job_id} has not started")
-    logs = user("logs", job_id)
-    assert (logs.stdout, "has not started: BeginTime" in logs.stderr) == ("", True)
-    user("cancel", job_id)
-
-
-@pytest.mark.slow
 def test_login_host_runs_command_shell_and_forward(laptop: Laptop) -> None:
     job_id = laptop.submit(MEETING, "--nodes", "2", "--nproc-per-node", "2")
     laptop.wait_for("up0", "up1", "up2", "up3")
@@ -101,17 +91,6 @@ def test_login_host_runs_command_shell_and_forward(laptop: Laptop) -> None:
     wait_until(lambda: not of_command("http.server"), LEFT, "the end of the server")
     laptop.leave()
     laptop("wait", job_id)
-
-
-@pytest.mark.slow
-def test_cancel_through_login_host_saves_stacks(laptop: Laptop) -> None:
-    job_id = laptop.submit(WAITING, "--nodes", "2", "--nproc-per-node", "2")
-    laptop.wait_for("up0", "up1", "up2", "up3")
-    laptop("cancel", "--stacks", job_id)  # the first command that asks for the job's state
-    laptop.wait_for_state(job_id, "CANCELLED")
-    assert "stacks of 4 ranks: logs/node0/stacks.txt" in laptop("status", job_id).stdout
-    saved = laptop("stacks", job_id)
-    assert "rank 3 is in decode (script.py:" in saved.stdout
 
 
 @pytest.mark.slow

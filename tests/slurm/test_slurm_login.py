@@ -7,13 +7,11 @@ from __future__ import annotations
 
 import json
 import os
-import re
-import signal
 import stat
 
 import pytest
 from login_user import GUEST, Laptop
-from procs import SAVER, wait_for_no_processes, wait_until
+from procs import wait_for_no_processes, wait_until
 from slurm_user import PROMPT
 
 pytestmark = pytest.mark.slow
@@ -89,36 +87,6 @@ def test_all_commands_share_connection_of_login(laptop: Laptop) -> None:
     assert "logged out" in laptop("logout", "login1", "--cluster", "hpc").stderr
     laptop.wait_for_state(job_id, "CANCELLED")
     assert laptop.login.connections == 2, "a new connection, after the logout"
-    wait_for_no_processes(PROMPT)
-
-
-def test_ctrl_c_in_run_interrupts_workers_behind_login_host(laptop: Laptop) -> None:
-    command = laptop.start("run", "--cluster", "hpc", "--grace", "60", laptop.script(SAVER))
-    wait_until(lambda: "up" in laptop.output_of(command)[0], PROMPT)
-    command.send_signal(signal.SIGINT)
-    assert command.wait(PROMPT) == 130, laptop.output_of(command)
-    assert laptop.output_of(command)[0] == "up\nsaved\n"
-    wait_for_no_processes(PROMPT)
-
-
-def test_failed_rank_is_named_with_its_error(laptop: Laptop) -> None:
-    text = """
-        import os, pathlib, time
-        rank = os.environ["RANK"]
-        there = pathlib.Path(os.environ["MEET"])
-        (there / f"up{rank}").touch()
-        while not all((there / f"up{one}").exists() for one in range(2)):
-            time.sleep(0.02)
-        if rank == "1":
-            raise ValueError("boom")
-        time.sleep(1000)
-    """
-    job_id = laptop.submit(text, "--nodes", "2", "--nodelist", "n3,n4")
-    message = laptop("wait", job_id, code=1).stderr
-    assert re.search(
-        r"FAILED: rank 1 \(node 1, local rank 0, host n4\): ValueError: boom", message
-    ), message
-    assert "ValueError: boom" in laptop("logs", job_id, "--rank", "1").stderr
     wait_for_no_processes(PROMPT)
 
 

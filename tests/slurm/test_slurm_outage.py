@@ -22,7 +22,7 @@ from clusterjob.backends.slurm.client import Client
 from clusterjob.backends.slurm.squeue import JobRow
 from clusterjob.node.logs.events import EventLog
 from clusterjob.node.logs.job_dir import EVENTS
-from clusterjob.node.verdict import JobState, Verdict
+from clusterjob.node.verdict import JobState
 
 
 def gate(user: User, command: str) -> Path:
@@ -216,21 +216,6 @@ def test_accounting_has_signal_and_nodes_of_forgotten_jobs(user_accounted: User)
     assert rows is not None
     assert [rows[key].signal for key in ids] == [signal.SIGKILL, 0]
     assert [rows[key].failed_node for key in ids] == ["", "one of n[2-3]"]
-
-
-def test_verdict_of_agents_explains_sigterm_without_killed_shell(tmp_path: Path) -> None:
-    own = Verdict(JobState.CANCELLED, 143, reason="cancelled")
-    (tmp_path / "ends").mkdir()
-    (tmp_path / "ends" / "srun.0").write_text("143\n")
-    assert (
-        job_end.of_slurm(
-            JobRow("7", "FAILED", reason="RaisedSignal:15(Terminated)", signal=15),
-            own,
-            job_dir=tmp_path,
-            started_at=None,
-        )
-        == own
-    )
 
 
 # -- lease ---------------------------------------------------------------------------------------

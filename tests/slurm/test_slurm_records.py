@@ -154,13 +154,8 @@ def test_other_job_with_reused_id_is_not_mistaken_for_job(user: User) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.slurm
-@pytest.mark.parametrize("fixture", ["user", "user_accounted"])
-def test_ends_of_forgotten_jobs_come_from_directory_then_accounting(
-    request: pytest.FixtureRequest, fixture: str
-) -> None:
-    """The job directory comes first; accounting, if present, supplies the rest."""
-    user: User = request.getfixturevalue(fixture)
+def test_ends_of_forgotten_jobs_come_from_directory_then_accounting(user_accounted: User) -> None:
+    user = user_accounted
     with user.slurm.configured(MinJobAge=2):
         good = user.submit("print('good')")
         bad = user.submit("import sys; sys.exit(4)", "--launcher", "srun")
@@ -177,21 +172,14 @@ def test_ends_of_forgotten_jobs_come_from_directory_then_accounting(
             return not user.slurm.run("squeue", "--noheader", "--states=all").stdout.strip()
 
         wait_until(forgotten, FORGETTING, "slurmctld to forget")
-        if user.slurm.accounting:
-            sacct = (
-                "sacct",
-                "--noheader",
-                "--parsable2",
-                "--allocations",
-                "--format=State",
-                f"--jobs={ids[cancelled]},{ids[again]}",
-            )
+        jobs = f"--jobs={ids[cancelled]},{ids[again]}"
+        sacct = ("sacct", "--noheader", "--parsable2", "--allocations", "--format=State", jobs)
 
-            def accounted() -> bool:
-                states = user.slurm.run(*sacct, check=False).stdout.split("\n")[:-1]
-                return len(states) == 2 and all(state.startswith("CANCELLED") for state in states)
+        def accounted() -> bool:
+            states = user.slurm.run(*sacct, check=False).stdout.split("\n")[:-1]
+            return len(states) == 2 and all(state.startswith("CANCELLED") for state in states)
 
-            wait_until(accounted, FORGETTING, "the rows, which come in stages")
+        wait_until(accounted, FORGETTING, "the rows, which come in stages")
         user.force_new_query()
         for job_id in ids:
             user.change_record(job_id, end=None)
@@ -203,14 +191,7 @@ def test_ends_of_forgotten_jobs_come_from_directory_then_accounting(
         found = {job["id"]: job for job in user.jobs()}
         assert [found[job_id]["state"] for job_id in (good, bad)] == ["SUCCEEDED", "FAILED"]
         assert found[bad]["failure"]["exit_code"] == 4
-        if user.slurm.accounting:
-            assert [found[job_id]["state"] for job_id in (cancelled, again)] == [
-                "CANCELLED",
-                "CANCELLED",
-            ]
-        else:
-            assert [found[job_id]["state"] for job_id in (cancelled, again)] == ["LOST"] * 2
-            assert "it left no verdict" in found[cancelled]["reason"]
+        assert [found[job_id]["state"] for job_id in (cancelled, again)] == ["CANCELLED"] * 2
 
 
 @pytest.mark.slow

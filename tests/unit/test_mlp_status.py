@@ -118,6 +118,13 @@ def test_status_of_500_jobs_takes_at_most_six_calls(tmp_path: Path, volc: Any) -
     assert len(command.calls) <= 6, "100 rows a page, and one that is empty"
 
 
+def test_status_is_unknown_while_platform_does_not_answer(tmp_path: Path, volc: Any) -> None:
+    volc(lambda _: CommandOutput(1, "", err="ServiceUnavailable: try again"))
+    found = MlpBackend().status([record("a", tmp_path)])["a"]
+    assert (found.state, found.exit_code) == (JobState.UNKNOWN, None)
+    assert "does not answer" in found.reason
+
+
 def test_task_search_skips_pages_of_older_tasks(volc: Any) -> None:
     moments = [time.gmtime(1_700_000_000 + 60 * number) for number in range(5000)]
     rows = [
