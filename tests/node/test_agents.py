@@ -227,8 +227,9 @@ def test_workers_start_with_empty_stdin_and_no_inherited_descriptors(make_job: M
             except OSError:
                 pass  # the descriptor of listdir itself
     """)
-    job.start(0, "--nproc-per-node", "2", script)
+    job.start(0, "--no-echo", "--nproc-per-node", "2", script)
     assert job.wait() == [0]
+    assert job.stdout(job.agents[0]) == ""
     for rank in (0, 1):
         lines = job.log(0, f"rank{rank}.out").splitlines()
         assert lines[0] == "''"
@@ -303,22 +304,6 @@ def test_signal_to_process_group_of_a_rank_ends_that_rank_alone(
     assert job.wait() == [143]
     assert job.result["failure"]["rank"] == 1
     assert "SIGTERM" in job.result["failure"]["message"]
-
-
-def test_exception_is_found_in_traceback_with_rank_prefixes_of_torch(make_job: MakeJob) -> None:
-    """With a process group, torch writes ``[rank1]: `` before each line of a traceback."""
-    job = make_job()
-    script = job.script("""
-        import sys, traceback
-        def hook(*error):
-            lines = "".join(traceback.format_exception(*error)).splitlines()
-            sys.stderr.write("".join(f"[rank0]: {line}\\n" for line in lines))
-        sys.excepthook = hook
-        raise ValueError("boom")
-    """)
-    job.start(0, "--start", "exec", script)
-    assert job.wait() == [1]
-    assert "ValueError: boom" in job.result["failure"]["message"]
 
 
 def test_failure_time_is_time_of_exception_not_of_exit(make_job: MakeJob) -> None:
@@ -566,19 +551,6 @@ def test_killed_torch_store_fails_node(make_job: MakeJob) -> None:
     assert "SIGKILL" in job.result["failure"]["message"]
 
 
-def test_frozen_agent_is_lost_after_lease(make_job: MakeJob) -> None:
-    job = make_job(2)
-    job.start_all(*QUICK_LEASE, job.script(SLEEPER))
-    job.wait_for("up0", "up1")
-    job.agents[1].send_signal(signal.SIGSTOP)
-    assert job.agents[0].wait(TEST_TIMEOUT) == 1
-    assert (job.result["state"], job.result["failure"]["node_rank"]) == ("FAILED", 1)
-    assert "no message for" in job.result["failure"]["message"]
-    job.agents[1].send_signal(signal.SIGCONT)
-    wait_for_no_processes(10)
-    assert job.agents[1].wait(TEST_TIMEOUT) != 0
-
-
 # -- processes that workers leave behind -----------------------------------------------------------
 
 
@@ -724,16 +696,6 @@ def test_configured_port_in_use_is_reported_without_traceback(make_job: MakeJob)
     assert str(port) in job.result["reason"]
     assert "in use" in job.result["reason"]
     assert "Traceback" not in job.stderr(job.agents[0])
-
-
-def test_agent_reads_token_from_file(make_job: MakeJob) -> None:
-    job = make_job(2)
-    token_file = job.path("token")
-    token_file.write_text(job.token + "\n")
-    script = job.script("print('ran')")
-    job.start(0, script)
-    job.start(1, script, env={"CLUSTERJOB_TOKEN": "", "CLUSTERJOB_TOKEN_FILE": str(token_file)})
-    assert job.wait() == [0, 0]
 
 
 @pytest.mark.parametrize(
@@ -1005,19 +967,6 @@ def test_workers_start_with_default_signal_handlers(make_job: MakeJob, start: st
     assert job.path("handlers").read_text() == repr(plain)
 
 
-def test_closed_lifeline_cancels_job(make_job: MakeJob) -> None:
-    job, node = make_job(2), 1
-    script = job.script(SLEEPER)
-    for node_rank in (0, 1):
-        job.start(
-            node_rank, *(["--lifeline"] if node_rank == node else []), script, stdin=subprocess.PIPE
-        )
-    job.wait_for("up0", "up1")
-    job.agents[node].stdin.close()
-    assert job.wait() == [143, 143]
-    assert job.result["state"] == "CANCELLED"
-
-
 def test_closed_lifeline_of_detached_job_does_not_cancel(make_job: MakeJob) -> None:
     job = make_job()
     script = job.script("""
@@ -1110,16 +1059,6 @@ def test_start_fork_with_command_is_refused(make_job: MakeJob) -> None:
     assert "--start fork is impossible" in job.result["reason"]
 
 
-def test_missing_script_is_reported(make_job: MakeJob) -> None:
-    job = make_job()
-    job.start(0, "nowhere.py")
-    assert job.wait() == [2]
-    assert "nowhere.py" in job.result["failure"]["message"] + "".join(
-        job.result["failure"]["last_lines"]
-    )
-    assert "No such file" in "".join(job.result["failure"]["last_lines"])
-
-
 # -- output and disk -------------------------------------------------------------------------------
 
 
@@ -1158,14 +1097,6 @@ def test_paused_reader_of_output_does_not_expire_lease(make_job: MakeJob) -> Non
     output = job.agents[0].stdout.read()
     assert job.wait() == [0, 0]
     assert output.count(b"x" * 99) == 4000
-
-
-def test_no_echo_leaves_output_in_log_files(make_job: MakeJob) -> None:
-    job = make_job()
-    job.start(0, "--no-echo", job.script("print('quiet')"))
-    assert job.wait() == [0]
-    assert job.stdout(job.agents[0]) == ""
-    assert job.log(0, "rank0.out") == "quiet\n"
 
 
 def test_job_directory_that_cannot_be_created_is_reported(make_job: MakeJob) -> None:

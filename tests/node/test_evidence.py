@@ -9,7 +9,6 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-import pytest
 from procs import PLAIN, TEST_TIMEOUT, Job, wait_until
 
 from clusterjob.node.logs import ends
@@ -106,23 +105,6 @@ def test_cancel_saves_stacks_on_request(make_job: MakeJob) -> None:
     assert job.result["evidence"]
     data = saved(job)
     assert [each["threads"][0]["frames"][0]["function"] for each in data["ranks"]] == ["rest"] * 2
-
-
-@pytest.mark.slow
-def test_evidence_of_many_ranks_is_saved_within_seconds(make_job: MakeJob) -> None:
-    job, count = make_job(1), 64
-    job.start_all("--nproc-per-node", str(count), job.script(SLEEPER), python=PLAIN)
-    wait_until_up(job, count)
-    ends.want_stacks(job.dir)
-    ends.cancel(job.dir)
-    job.agents[0].send_signal(signal.SIGTERM)
-    assert job.wait() == [143]
-    lines = (job.dir / "events.jsonl").read_text().splitlines()
-    (event,) = [each for each in map(json.loads, lines) if each["event"] == "evidence"]
-    assert event["seconds"] < 2.0 + 1.0
-    data = saved(job)
-    assert ranks(data) == list(range(count))
-    assert all(each["answered"] for each in data["ranks"])
 
 
 def test_agent_that_loses_the_coordinator_saves_its_own_stacks(make_job: MakeJob) -> None:
