@@ -138,17 +138,6 @@ def test_flood_of_connections_that_send_and_leave_ends_no_job(make_job: MakeJob)
     assert 0 < len(job.events("unauthenticated")) < 40, "peers must not fill the job's disk"
 
 
-def test_peer_that_sends_nothing_is_disconnected(make_job: MakeJob) -> None:
-    job = make_job(2)
-    job.start(0, "--join-timeout", "30", job.script("print('ran')"))
-    with contextlib.closing(open_idle_connections(coordinator_port(job), 1)[0]) as peer:
-        peer.settimeout(TEST_TIMEOUT)
-        assert peer.recv(1) == b""
-    job.agents[0].terminate()
-    job.wait()
-    assert job.events("unauthenticated")
-
-
 def test_agent_raises_its_open_file_limit_and_workers_keep_theirs(
     make_job: MakeJob,
 ) -> None:

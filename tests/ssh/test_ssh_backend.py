@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
-import pty
 import re
 import shutil
 import signal
@@ -31,19 +29,17 @@ from sshsite import (
     wait_for_lines,
     workers_on,
 )
+from terminals import Terminal
 from verdicts import wait_for_verdict
 
 from clusterjob.backends.base import Status
-from clusterjob.core import job_settings, jobs, node_zip, polling
-from clusterjob.core.hosts import Host
+from clusterjob.core import job_settings, jobs, polling
 from clusterjob.core.records import Record, Records
-from clusterjob.errors import ClusterJobError, HostError, SpecError
-from clusterjob.node.host_server.requests import Check
+from clusterjob.errors import ClusterJobError, SpecError
 from clusterjob.node.logs import ends
 from clusterjob.node.program import Program
 from clusterjob.node.verdict import JobState, Verdict
 from clusterjob.remote.mirror import JobMirror
-from clusterjob.remote.sessions import Place, Sessions
 
 # Prints a line with its rank, and another one when the file "leave" exists.
 UNTIL_LEAVE = """
@@ -114,20 +110,6 @@ def test_job_files_on_host_are_private_and_token_is_not_exposed(site: Site) -> N
             assert token.encode() not in Path(f"/proc/{pid}/environ").read_bytes()
     assert token not in json.dumps(Records().find(record.job_id).to_json())
     jobs.cancel([record])
-
-
-def test_other_process_gets_status_follows_logs_and_cancels(site: Site) -> None:
-    record = site.submit(SLEEPER)
-    close_connections()
-    wait_for_lines(record, "up 0", "up 1")
-    _, out, _ = site.run("status", "--json", record.job_id)
-    assert json.loads(out)["jobs"][0]["state"] == "RUNNING"
-    _, out, _ = site.run("logs", record.job_id)
-    assert sorted(out.splitlines()) == ["[0] up 0", "[1] up 1"]
-    site.run("cancel", record.job_id, code=0)
-    assert not site.running()
-    verdict = wait_for_verdict(Records().find(record.job_id))
-    assert (verdict.state, verdict.exit_code) == (JobState.CANCELLED, 143)
 
 
 def test_failure_names_rank_and_host_as_user_wrote_it(site: Site) -> None:
@@ -285,27 +267,15 @@ def test_submit_on_terminal_shows_hosts_and_code_upload_progress(site: Site) -> 
     with site.path("weights.bin").open("wb") as stream:
         for _ in range(60):
             stream.write(os.urandom(1 << 20))
-    ours, theirs = pty.openpty()
     argv = [sys.executable, "-m", "clusterjob", "submit", *site.options(), site.script("")]
-    submitted = subprocess.Popen(
-        argv,
-        cwd=site.directory,
-        stdout=subprocess.PIPE,
-        stderr=theirs,
-        env={**os.environ, "TERM": "xterm"},
-    )
-    os.close(theirs)
-    seen = b""
-    with contextlib.suppress(OSError):  # EIO: the other end is gone
-        while data := os.read(ours, 1 << 16):
-            seen += data
-    os.close(ours)
-    out, _ = submitted.communicate(timeout=TEST_TIMEOUT)
-    assert submitted.returncode == 0, seen
+    with Terminal(argv, cwd=site.directory) as terminal:
+        assert terminal.finish() == 0, terminal.shown
+    seen = terminal.shown
+    [record] = Records().all()
     assert b"\r\x1b[J0 of 2 hosts reached\r\x1b[J1 of 2 hosts reached\r\x1b[J2 of 2 hosts" in seen
     assert re.search(rb"sending code to 2 hosts: \d+ MB of 126 MB, [\d.]+ [MG]B/s", seen)
-    assert seen.endswith(b"\r\x1b[J")
-    assert wait_for_verdict(Records().find(out.decode().strip())).state is JobState.SUCCEEDED
+    assert seen.endswith(f"\r\x1b[J{record.job_id}\r\n".encode())
+    assert wait_for_verdict(record).state is JobState.SUCCEEDED
 
 
 def test_follow_without_terminal_prints_hosts_and_bytes_once(site: Site) -> None:
@@ -647,33 +617,3 @@ def test_job_cancelled_during_submit_does_not_start(site: Site) -> None:
     assert submitted.returncode == 1
     assert "cancelled while it was being submitted" in err
     assert not site.running()
-
-
-def test_malformed_answer_of_host_is_one_line_error(site: Site, tmp_path: Path) -> None:
-    noisy = tmp_path / "noisy"
-    noisy.mkdir()
-    (noisy / "sitecustomize.py").write_text(
-        f"""import os, threading, time
-def make_noise():
-    while not os.path.exists("{noisy}/go"):
-        time.sleep(0.02)
-    print("noise", flush=True)
-    open("{noisy}/made", "w").close()
-threading.Thread(target=make_noise, daemon=True).start()
-"""
-    )
-    python = tmp_path / "noisy-python"
-    python.write_text(f'#!/bin/sh\nPYTHONPATH={noisy} exec {sys.executable} "$@"\n')
-    python.chmod(0o755)
-    sessions = Sessions(lambda _: None, node_zip.node_zip)
-    try:
-        session = sessions.session(
-            Place((Host("gpu1"),), str(python), ssh_config=site.ssh_network.config), 0
-        )
-        session.ask(Check(need=0, torch=False, own=True))
-        (noisy / "go").touch()
-        wait_until((noisy / "made").exists, TEST_TIMEOUT, "the noise")
-        with pytest.raises(HostError, match="gpu1: it sends a malformed answer"):
-            session.ask(Check(need=0, torch=False, own=True))
-    finally:
-        sessions.close()

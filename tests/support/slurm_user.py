@@ -174,12 +174,6 @@ class User:
             self.slurm.run("squeue", "--noheader", "--states=all", "--format=%i").stdout.split()
         )
 
-    def submit_error_without_slurm(self) -> str:
-        """Return the error message for a job when Slurm does not answer."""
-        message = self("submit", "--cluster", self.cluster, self.script("pass"), code=1).stderr
-        assert self.remaining_files() == []
-        return message
-
     # -- jobs --------------------------------------------------------------------------------------
 
     def jobs(self, *ids: str) -> list[dict[str, Any]]:
