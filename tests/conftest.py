@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from command_user import new_user  # noqa: F401  fixture
 from hypothesis import settings
 from launching import is_job_variable
 from login_user import laptop  # noqa: F401  fixture
@@ -35,7 +36,6 @@ from procs import (
 from slurm_user import (  # noqa: F401  fixtures
     _slurm_dbd,
     _slurm_none,
-    new_user,
     slurm,
     slurm_accounted,
     user,

@@ -7,8 +7,9 @@ import json
 import os
 from pathlib import Path
 
+from commands import CLUSTERJOB
 from procs import wait_for_no_processes
-from slurm_user import CLUSTERJOB, PROMPT, User
+from slurm_user import PROMPT, User
 
 # Prints its arguments, environment and paths as encoded bytes.
 WITNESS = """

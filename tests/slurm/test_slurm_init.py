@@ -8,8 +8,9 @@ import subprocess
 from pathlib import Path
 
 import pytest
+from commands import CLUSTERJOB
 from doctoring import doctor
-from slurm_user import CLUSTERJOB, User
+from slurm_user import User
 
 from clusterjob.core import config_files
 

@@ -12,10 +12,10 @@ import signal
 import subprocess
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from launching import free_port
-from preloaded import Preloaded
 from procs import MARKER, alive, below, command_line, missing_programs, wait_until
 from slurm_cluster import SlurmCluster
 from slurm_user import User
@@ -123,18 +123,12 @@ class Laptop(User):
 
     cluster = "hpc"
 
-    def __init__(
-        self,
-        slurm: SlurmCluster,
-        directory: Path,
-        patch: pytest.MonkeyPatch,
-        commands: Preloaded,
-    ) -> None:
-        super().__init__(slurm, directory, patch, commands)
+    def __init__(self, slurm: SlurmCluster, directory: Path, *more: Any) -> None:
+        super().__init__(slurm, directory, *more)
         self.login = LoginHost(directory.parent / "login", slurm)
         self.meeting = directory.parent / "meet"
         self.meeting.mkdir()
-        patch.delenv("SLURM_CONF")
+        self.patch.delenv("SLURM_CONF")
         self.profile()
         self.login.start()
 
