@@ -300,6 +300,7 @@ def test_pending_job_shows_reason_from_platform(user: User) -> None:
 
 
 def test_node_with_failed_setup_line_is_named(user: User) -> None:
+    user.volc.failure_grace = 1.0
     options = ("--nodes", "2", "--setup", '[ "$MLP_ROLE_INDEX" = 0 ]', "--join-timeout", "60")
     job = user.submit("print('trained')", *options)
     waited = user("wait", job, code=None)
