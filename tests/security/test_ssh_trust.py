@@ -6,18 +6,16 @@ The tests use real servers.
 from __future__ import annotations
 
 import os
-import pty
 import socket
-import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from procs import TEST_TIMEOUT
 from ssh_network import SshNetwork, checked_output
 from sshsite import Site
+from terminals import Terminal
 
 from clusterjob.core.hosts import Host
 from clusterjob.errors import HostError
@@ -166,28 +164,10 @@ def test_hosts_trust_without_fingerprint_or_terminal_records_no_key(site: Site) 
 def test_hosts_trust_on_terminal_records_key(site: Site) -> None:
     ssh_network = site.ssh_network
     ssh_network.known_hosts.write_text("")
-    ours, theirs = pty.openpty()
-    args = [
-        sys.executable,
-        "-m",
-        "clusterjob",
-        "hosts",
-        "trust",
-        "gpu1",
-        "--set",
-        f"ssh_config={ssh_network.config}",
-    ]
-    done = subprocess.run(
-        args,
-        cwd=site.directory,
-        stdin=theirs,
-        capture_output=True,
-        timeout=TEST_TIMEOUT,
-        check=False,
-    )
-    for handle in (ours, theirs):
-        os.close(handle)
-    assert done.returncode == 0, done.stderr
+    option = ("--set", f"ssh_config={ssh_network.config}")
+    argv = [sys.executable, "-m", "clusterjob", "hosts", "trust", "gpu1", *option]
+    with Terminal(argv, cwd=site.directory, controlling=True) as terminal:
+        assert terminal.finish() == 0, terminal.shown
     assert ssh_network.hosts["gpu1"].public_key in ssh_network.known_hosts.read_text()
 
 

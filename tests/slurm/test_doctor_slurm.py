@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import os
 import re
-from typing import Any
 
 import pytest
-from doctoring import Diagnosis, doctor
+from doctoring import Diagnosis
 from login_user import Laptop
 from slurm_user import User
 
@@ -27,14 +25,8 @@ CHECKS = [
 ]
 
 
-def diagnose(user: User, *arguments: str, **more: Any) -> Diagnosis:
-    return doctor(
-        "--cluster",
-        "hpc" if isinstance(user, Laptop) else "slurm",
-        *arguments,
-        cwd=user.directory,
-        **more,
-    )
+def diagnose(user: User, *arguments: str) -> Diagnosis:
+    return Diagnosis(user("doctor", "--json", *user.target, *arguments, code=None))
 
 
 def queued_ids(user: User) -> set[str]:
@@ -164,10 +156,12 @@ def test_stopped_controller_fails_and_other_checks_are_unknown(user: User) -> No
 
 
 def test_missing_configuration_and_missing_commands_fail(user: User) -> None:
-    found = diagnose(user, env={**os.environ, "SLURM_CONF": str(user.path("nowhere.conf"))})
+    user.patch.setenv("SLURM_CONF", str(user.path("nowhere.conf")))
+    found = diagnose(user)
     assert found.failed == ["controller"]
     assert "nowhere.conf is not there" in found.message("controller")
-    bare = diagnose(user, env={**os.environ, "PATH": "/nowhere"})
+    user.patch.setenv("PATH", "/nowhere")
+    bare = diagnose(user)
     assert bare.failed == ["commands"]
     assert bare.message("commands") == "not on PATH: sbatch, srun, squeue, scancel, scontrol, sinfo"
     assert bare.state("job") == "unknown"

@@ -277,7 +277,8 @@ class Platform:
         if words[:1] != ["ml_task"] or operation not in FLAGS:
             raise Refused(f"No help topic for {words}")
         if rest == ["--help"]:
-            return "OPTIONS:\n" + "".join(f"   --{name} value\n" for name in FLAGS[operation])
+            names = [*FLAGS[operation], "help"]
+            return "OPTIONS:\n" + "".join(f"   --{name} value\n" for name in names)
         flags = dict(zip(rest[::2], rest[1::2], strict=True))
         if unknown := flags.keys() - {f"--{name}" for name in FLAGS[operation]}:
             raise Refused(f"Incorrect Usage: flag provided but not defined: {unknown}")

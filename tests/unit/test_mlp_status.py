@@ -121,7 +121,7 @@ def test_status_of_500_jobs_takes_at_most_six_calls(tmp_path: Path, volc: Any) -
 def test_status_is_unknown_while_platform_does_not_answer(tmp_path: Path, volc: Any) -> None:
     volc(lambda _: CommandOutput(1, "", err="ServiceUnavailable: try again"))
     found = MlpBackend().status([record("a", tmp_path)])["a"]
-    assert (found.state, found.exit_code) == (JobState.UNKNOWN, None)
+    assert (found.state, found.verdict) == (JobState.UNKNOWN, None)
     assert "does not answer" in found.reason
 
 
