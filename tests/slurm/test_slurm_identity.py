@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from procs import wait_until
-from slurm_user import GUEST, PROMPT, SLEEPER, User
+from slurm_user import GUEST, SLEEPER, User
 
 from clusterjob.backends.slurm.client import Client
 from clusterjob.backends.slurm.queue import Queue
@@ -77,13 +76,6 @@ def test_job_submitted_by_sbatch_wrapper_is_found(user: User, wrapper: str) -> N
     assert user("wait", job_id).returncode == 0
 
 
-def test_every_part_of_array_submitted_by_wrapper_is_found(user: User) -> None:
-    user.command_first_on_path("sbatch", f"{REAL} > /dev/null; exit 1\n")
-    job_id = user.submit("pass", "--array", "0-1,1002-1003")
-    assert user("wait", job_id).returncode == 0
-    assert len({job["backend_id"].partition("_")[0] for job in user.jobs(job_id)}) == 2
-
-
 def test_wrapper_that_refuses_job_leaves_no_files(user: User) -> None:
     user.command_first_on_path(
         "sbatch",
@@ -112,24 +104,3 @@ def test_wrapper_without_job_id_or_with_an_error_leaves_record(
     assert "do not submit it again before" in message
     [record] = (user.home / "records").glob("*.json")
     assert user.job(record.stem)["state"] == "UNKNOWN"
-
-
-def test_failed_wrapper_and_failed_squeue_leave_record(user: User) -> None:
-    """The wrapper fails, and squeue cannot show whether Slurm has the job."""
-    user.command_first_on_path(
-        "sbatch",
-        'case "$*" in *--test-only*) exec "$REAL" "$@" ;; esac\n"$REAL" "$@" > /dev/null; exit 1\n',
-    )
-    user.command_first_on_path(
-        "squeue",
-        "echo 'slurm_load_jobs error: Socket timed out on send/recv operation' >&2; exit 1\n",
-    )
-    message = user("submit", "--cluster", "slurm", user.script(GUEST), code=1).stderr
-    assert "it is unknown whether Slurm accepted the job" in message
-    user.wait_for("up0")
-    (user.directory.parent / "bin" / "squeue").unlink()
-    [record] = (user.home / "records").glob("*.json")
-    user.force_new_query()
-    wait_until(lambda: user.job(record.stem)["state"] == "RUNNING", PROMPT)
-    user.path("leave").touch()
-    assert user("wait", record.stem).returncode == 0
