@@ -21,7 +21,7 @@ demo: $(DEMO)  ## Train a small CNN on two "nodes" of this machine with two work
 	$(BIN)/clusterjob run --cluster local --nodes 2 --gpus-per-node 2 examples/train_digits.py
 
 test: lint packages  ## Run lint and all tests except the slow fault and scale tests
-	$(BIN)/python -m pytest -m "not slow" $(SAME) $(FOUR)
+	$(BIN)/python -m pytest -m "not slow" $(SAME) $(FOUR) --dist loadgroup
 
 test-unit: $(READY)  ## Run the unit tests: one minute, without root and daemons
 	$(BIN)/python -m pytest tests/unit $(SAME) $(FOUR)

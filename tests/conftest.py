@@ -12,13 +12,15 @@ import signal
 import threading
 import time
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
+from command_user import new_user  # noqa: F401  fixture
 from hypothesis import settings
 from launching import is_job_variable
-from login_user import laptop, laptop_of_each_cluster  # noqa: F401  fixtures
+from login_user import laptop  # noqa: F401  fixture
 from preloaded import COMMAND_MODULES, SCRIPT_MODULES, Preloaded, preloaded_process
 from procs import (
     MARKER,
@@ -34,14 +36,11 @@ from procs import (
 )
 from slurm_user import (  # noqa: F401  fixtures
     _slurm_dbd,
-    _slurm_either,
     _slurm_none,
     slurm,
     slurm_accounted,
-    slurm_cluster,
     user,
     user_accounted,
-    user_of_each_cluster,
 )
 from ssh_network import SshNetwork, python_without_torch, require_ssh_network, ssh_network_in
 from sshsite import full_disk, site  # noqa: F401  fixtures
@@ -56,7 +55,7 @@ settings.load_profile("clusterjob")
 
 # Fixtures that add a marker to a test. A test that needs a daemon without them sets the marker.
 _NEEDS = {
-    "slurm": {"_slurm_none", "_slurm_dbd", "_slurm_either"},
+    "slurm": {"_slurm_none", "_slurm_dbd"},
     "ssh": {"_hosts"},
     "root": {"_hosts", "full_disk"},
 }
@@ -71,12 +70,28 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     )
 
 
+@pytest.hookimpl(tryfirst=True)  # before xdist reads the groups
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Mark what tests need; with ``--dist loadgroup``, one process runs all tests of a group.
+
+    So one Slurm cluster serves a run: its tests mostly wait. Tests that share a fixture of their
+    module stay together, too.
+    """
     for item in items:
         fixtures = set(getattr(item, "fixturenames", ()))
         for marker, needed in _NEEDS.items():
             if fixtures & needed:
                 item.add_marker(marker)
+        if item.get_closest_marker("slurm"):
+            item.add_marker(pytest.mark.xdist_group("slurm"))
+        elif any(shared[-1].scope == "module" for shared in _fixtures(item)):
+            item.add_marker(pytest.mark.xdist_group(str(item.path)))
+
+
+def _fixtures(item: pytest.Item) -> list[Sequence[Any]]:
+    """Return the definitions of each fixture that a test uses; the last one counts."""
+    info = getattr(item, "_fixtureinfo", None)
+    return [] if info is None else [each for each in info.name2fixturedefs.values() if each]
 
 
 @pytest.hookimpl(hookwrapper=True)

@@ -46,29 +46,6 @@ def test_models_freed_after_their_groups_neither_hang_nor_abort(tmp_path: Path, 
     assert {f"[{rank}] ended well" for rank in range(3)} == set(lines_by_rank(ended.out))
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("mode", MODES)
-def test_ddp_script_succeeds_in_ten_runs(tmp_path: Path, mode: str) -> None:
-    ddp_script = script(
-        tmp_path,
-        """
-        import torch, torch.distributed as dist
-        from torch.nn.parallel import DistributedDataParallel as DDP
-
-        def main():
-            dist.init_process_group("gloo")
-            model = DDP(torch.nn.Linear(32, 32))
-            for _ in range(10):
-                model(torch.randn(8, 32)).square().mean().backward()
-            dist.destroy_process_group()
-
-        main()
-    """,
-    )
-    ended = [launch(mode, 4, [ddp_script], tmp_path) for _ in range(10)]
-    assert [each.code for each in ended] == [0] * 10, [each.err for each in ended if each.code]
-
-
 @pytest.mark.parametrize("own_port", [True, False])
 def test_successive_groups_leak_no_descriptors_and_threads(tmp_path: Path, own_port: bool) -> None:
     program = f"""

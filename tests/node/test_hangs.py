@@ -190,53 +190,6 @@ def test_heartbeats_keep_a_silent_job_alive(make_job: MakeJob, launcher: str) ->
     assert "last step 7" in message
 
 
-# A model is freed after its group, without clusterjob's hook, which prevents the deadlock.
-FREED_LATE = """
-    import torch
-    import torch.distributed as dist
-    from torch.nn.parallel import DistributedDataParallel as DDP
-
-    c10d = dist.distributed_c10d
-    for name in ("destroy_process_group", "init_process_group", "new_group"):
-        function = getattr(c10d, name)
-        for module in (dist, c10d):
-            setattr(module, name, getattr(function, "__wrapped__", function))
-    store, rank, world_size = next(dist.rendezvous("env://"))
-
-    def train(number):
-        own = dist.PrefixStore(f"round{number}", store)
-        dist.init_process_group("gloo", store=own, rank=rank, world_size=world_size)
-        half = dist.new_group([0, 1])
-        models = [DDP(torch.nn.Linear(16, 16))]
-        if rank < 2:
-            models.append(DDP(torch.nn.Linear(16, 16), process_group=half))
-        for _ in range(5):
-            for model in models:
-                model(torch.randn(4, 16)).square().mean().backward()
-        dist.destroy_process_group()
-
-    for number in range(1000):
-        train(number)
-"""
-
-
-@pytest.mark.slow
-def test_deadlock_in_destructor_of_gloo_group_is_found(tmp_path: Path) -> None:
-    kinds = []
-    for number in range(5):  # torch may also abort the process
-        (tmp_path / str(number)).mkdir()
-        job = Job(tmp_path / str(number))
-        job.start(0, "--nproc-per-node", "3", "--hang-timeout", "5", job.script(FREED_LATE),
-            python=TORCH, env={"OMP_NUM_THREADS": "1"})  # fmt: skip
-        job.wait()
-        kinds.append((job.result["failure"] or {}).get("kind"))
-        if kinds[-1] == "hang":
-            assert "no progress for 5s" in job.result["reason"]
-            assert "script.py:" in job.result["reason"]
-            return
-    raise AssertionError(kinds)
-
-
 # -- no false alarm --------------------------------------------------------------------------------
 
 # Rank 0 works silently for several times the timeout, and the others wait in a collective.

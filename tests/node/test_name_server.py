@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from launching import HOST, Run, finish, last_message, rank_variables, run, script, start
+from launching import HOST, finish, last_message, rank_variables, run, script, start
 from namespaces import Machine, machines, skip_reason
 
 from clusterjob.node.system import network
@@ -60,17 +60,14 @@ def with_silent_server(machine: Machine, directory: Path, *argv: object) -> list
     return machine.command("sh", "-c", shell_script, resolver, *argv)
 
 
-def with_resolver_options(directory: Path, extra: dict[str, str]) -> dict[str, str]:
-    return extra | {"RES_OPTIONS": "timeout:20 attempts:3"}  # users set it like this
+RESOLVER = {"RES_OPTIONS": "timeout:20 attempts:3"}  # users set it like this
 
 
 @pytest.mark.parametrize("rank", [pytest.param(0, marks=pytest.mark.slow), 1])
 def test_worker_reports_silent_name_server_within_seconds(
     machine: Machine, tmp_path: Path, rank: int
 ) -> None:
-    environ = with_resolver_options(
-        tmp_path, rank_variables(rank, 2, 29500, 1) | {"MASTER_ADDR": "master.example"}
-    )
+    environ = RESOLVER | rank_variables(rank, 2, 29500, 1) | {"MASTER_ADDR": "master.example"}
     ended = run(
         with_silent_server(machine, tmp_path, sys.executable, script(tmp_path, INIT)),
         tmp_path,
@@ -87,15 +84,16 @@ def test_worker_reports_silent_name_server_within_seconds(
 def test_agent_reports_silent_name_server_and_ends_within_seconds(
     machine: Machine, tmp_path: Path, node_rank: int
 ) -> None:
-    ended, seconds = launched(
-        machine,
-        tmp_path,
-        {
-            "CLUSTERJOB_NODE_RANK": str(node_rank),
-            "CLUSTERJOB_NNODES": "2",
-            "CLUSTERJOB_TOKEN": "s" * 16,
-        },
-    )
+    environ = RESOLVER | {
+        "CLUSTERJOB_NODE_RANK": str(node_rank), "CLUSTERJOB_NNODES": "2",
+        "CLUSTERJOB_TOKEN": "s" * 16, "CLUSTERJOB_MASTER_ADDR": "master.example",
+    }  # fmt: skip
+    words = ("launch", "--nproc-per-node", "1", script(tmp_path, "print('it ran')\n"))
+    argv = with_silent_server(machine, tmp_path, sys.executable, "-m", "clusterjob", *words)
+    begin = time.monotonic()
+    ended = finish(start(argv, tmp_path, environ))
+    seconds = time.monotonic() - begin
+    assert "it ran" not in ended.out
     assert ended.code == 1
     assert seconds < 30  # the resolver's own timeout is 60 s or more
     [line] = [line for line in ended.err.splitlines() if NO_ANSWER in line]
@@ -105,54 +103,6 @@ def test_agent_reports_silent_name_server_and_ends_within_seconds(
         else "node 1 cannot reach node 0 at master.example: "
     ) in line
     assert "Traceback" not in ended.err
-
-
-@pytest.mark.slow
-def test_agent_waits_for_name_when_platform_creates_names_late(
-    machine: Machine, tmp_path: Path
-) -> None:
-    variables = {
-        "RANK": "1",
-        "WORLD_SIZE": "2",
-        "MASTER_PORT": "23456",
-        "CLUSTERJOB_TOKEN": "s" * 16,
-    }
-    ended, _ = launched(machine, tmp_path, variables, "--join-timeout", "7")
-    assert ended.code == 1
-    lines = [
-        line
-        for line in ended.err.splitlines()
-        if f"node 1 cannot reach node 0 at master.example: {NO_ANSWER}" in line
-    ]
-    assert " s so far" in lines[0]
-    assert "gave up after" in lines[-1]
-
-
-def launched(
-    machine: Machine, directory: Path, environ: dict[str, str], *options: str
-) -> tuple[Run, float]:
-    address = (
-        {"CLUSTERJOB_MASTER_ADDR": "master.example"}
-        if "RANK" not in environ
-        else {"MASTER_ADDR": "master.example"}
-    )
-    argv = with_silent_server(
-        machine,
-        directory,
-        sys.executable,
-        "-m",
-        "clusterjob",
-        "launch",
-        *options,
-        "--nproc-per-node",
-        "1",
-        "train.py",
-    )
-    script(directory, "print('it ran')\n")
-    begin = time.monotonic()
-    ended = finish(start(argv, directory, with_resolver_options(directory, environ | address)))
-    assert "it ran" not in ended.out
-    return ended, time.monotonic() - begin
 
 
 SLOW_SERVER = """
@@ -200,7 +150,7 @@ def test_ip_addresses_need_no_name_server(machine: Machine, tmp_path: Path) -> N
     ended = run(
         with_silent_server(machine, tmp_path, sys.executable, "-c", code),
         tmp_path,
-        with_resolver_options(tmp_path, {}),
+        RESOLVER,
     )
     assert ended.out == "['192.0.2.1'] ['fd77::1']\n", ended
 

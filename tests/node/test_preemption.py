@@ -8,7 +8,6 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import re
 import select
 import signal
 import socket
@@ -20,14 +19,12 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from launching import ROOT
 from procs import (
     TEST_TIMEOUT,
     WITH_TORCH,
     Job,
     below,
     own_processes,
-    wait_for_no_processes,
     wait_until,
 )
 
@@ -122,8 +119,7 @@ def check_preempted(job: Job, why: str, how: str = "its workers left to be queue
 # -- delivery of the warning -----------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("mode", ["fork", "exec"])
-@pytest.mark.parametrize("node", [0, 1])
+@pytest.mark.parametrize(("node", "mode"), [(0, "fork"), (1, "exec")])
 def test_warning_to_any_node_reaches_every_worker(make_job: MakeJob, node: int, mode: str) -> None:
     job = make_job(2)
     job.start_all(
@@ -149,10 +145,9 @@ def test_warning_to_any_node_reaches_every_worker(make_job: MakeJob, node: int, 
     assert f"PREEMPTED: SIGUSR1 on {HOST}" in job.stderr(job.agents[1])
 
 
-@pytest.mark.parametrize("mode", ["fork", "exec"])
-def test_callbacks_run_once_in_order_on_main_thread(make_job: MakeJob, mode: str) -> None:
+def test_callbacks_run_once_in_order_on_main_thread(make_job: MakeJob) -> None:
     job = make_job(2)
-    job.start_all(*WARNING, "--start", mode, write_scripts(job, USES_CALLBACKS))
+    job.start_all(*WARNING, write_scripts(job, USES_CALLBACKS))
     up(job, 2)
     for _ in range(3):
         job.agents[1].send_signal(signal.SIGUSR1)
@@ -181,15 +176,6 @@ def test_every_end_after_warning_signal_is_preemption(
     assert job.wait() == [75, 75]
     check_preempted(job, f"SIGUSR1 on {HOST}")
     assert "saved" in job.log(0, "rank0.err")
-
-
-def test_sigterm_to_agent_counts_as_warning(make_job: MakeJob) -> None:
-    job = make_job(2)
-    job.start_all(*WARNING, write_scripts(job, POLLS_WARNING))
-    up(job, 2)
-    job.agents[1].terminate()
-    assert job.wait() == [75, 75]
-    check_preempted(job, f"SIGTERM on {HOST}")
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
@@ -223,7 +209,7 @@ def test_warning_before_agents_listen_preempts_job(make_job: MakeJob) -> None:
     assert not job.path("up0").exists()
 
 
-@pytest.mark.parametrize("moment", [0.02, 0.06, 0.1, 0.15, 0.2, 0.3])
+@pytest.mark.parametrize("moment", [0.02, 0.1, 0.2])
 def test_sigusr1_during_start_preempts_job(make_job: MakeJob, moment: float) -> None:
     """The signal comes after the fork of the forkserver.
 
@@ -240,82 +226,32 @@ def test_sigusr1_during_start_preempts_job(make_job: MakeJob, moment: float) -> 
     assert job.result["reason"].startswith(f"SIGUSR1 on {HOST}: ")
 
 
-@pytest.mark.parametrize(
-    "number", [pytest.param(signal.SIGUSR1, marks=pytest.mark.slow), signal.SIGTERM]
-)
 @pytest.mark.parametrize("mode", ["fork", "exec"])
-def test_signal_to_all_processes_of_job_ends_none_of_them(
-    make_job: MakeJob, mode: str, number: signal.Signals
-) -> None:
-    """Slurm signals all processes of a step.
-
-    By default, a worker's own children are not protected from SIGTERM.
-    """
+def test_signal_to_all_processes_of_job_ends_none_of_them(make_job: MakeJob, mode: str) -> None:
+    """Slurm signals all processes of a step; SIGTERM to an agent counts as a warning."""
     job = make_job(2)
     script = write_scripts(
         job,
         """
-        import subprocess
         from place import *
-        children = []
-        if os.path.exists("usr1"):
-            forked = os.fork()
-            if forked == 0:
-                time.sleep(1000)
-            children = [forked, subprocess.Popen(["sleep", "1000"]).pid]
         ctx.preempted
         tell("up")
         while not ctx.preempted:
             time.sleep(0.01)
         time.sleep(0.5)
-        for child in children:
-            assert os.waitpid(child, os.WNOHANG) == (0, 0), "a child was ended"
-            os.kill(child, signal.SIGKILL)
         print("saved")
         ctx.requeue()
     """,
     )
-    if number == signal.SIGUSR1:
-        job.path("usr1").touch()
     job.start_all(*WARNING, "--start", mode, "--nproc-per-node", "2", script, python=WITH_TORCH)
     up(job, 4)
-    signal_all(own_processes(), number)
+    signal_all(own_processes(), signal.SIGTERM)
     assert job.wait() == [75, 75]
-    check_preempted(job, f"{number.name} on {HOST}")
+    check_preempted(job, f"SIGTERM on {HOST}")
     assert [job.log(rank // 2, f"rank{rank}.out") for rank in range(4)] == ["saved\n"] * 4
 
 
 # -- end of a warned job ---------------------------------------------------------------------------
-
-
-def test_workers_that_ignore_warning_are_stopped_before_deadline(make_job: MakeJob) -> None:
-    job = make_job(2)
-    job.start_all("--warning", "4", "--grace", "1", write_scripts(job, IGNORES_WARNING))
-    up(job, 2)
-    begin = time.monotonic()
-    job.agents[0].send_signal(signal.SIGUSR1)
-    assert job.wait() == [75, 75]
-    assert time.monotonic() - begin >= 1.9
-    check_preempted(job, f"SIGUSR1 on {HOST}", "its workers still ran 2 s later and were stopped")
-
-
-def test_job_that_completes_after_warning_has_succeeded(make_job: MakeJob) -> None:
-    job = make_job(2)
-    script = write_scripts(
-        job,
-        """
-        from place import *
-        tell("up")
-        while not ctx.preempted:
-            time.sleep(0.01)
-        print("done anyway")
-    """,
-    )
-    job.start_all(*WARNING, script)
-    up(job, 2)
-    job.agents[1].send_signal(signal.SIGUSR1)
-    assert job.wait() == [0, 0]
-    assert job.result["state"] == "SUCCEEDED"
 
 
 def test_exception_in_callback_ends_script(make_job: MakeJob) -> None:
@@ -344,20 +280,6 @@ def test_exception_in_callback_ends_script(make_job: MakeJob) -> None:
     assert not job.path("second0").exists()
 
 
-def test_workers_killed_by_sigterm_before_warning_are_preempted(make_job: MakeJob) -> None:
-    """The signal reaches the workers first; the warning that explains it comes later."""
-    job = make_job(2)
-    job.start_all(*WARNING, write_scripts(job, IGNORES_WARNING))
-    up(job, 2)
-    for agent in job.agents:
-        for worker in job.workers_of(agent):
-            os.kill(worker, signal.SIGTERM)
-    time.sleep(0.3)
-    job.agents[1].terminate()
-    assert job.wait() == [75, 75]
-    check_preempted(job, f"SIGTERM on {HOST}")
-
-
 def test_worker_sees_warning_again_after_restart(make_job: MakeJob) -> None:
     """After a failure with restarts left, the new workers see the warning from the start."""
     job = make_job()
@@ -381,8 +303,7 @@ def test_worker_sees_warning_again_after_restart(make_job: MakeJob) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("target", ["agent", "all processes"])
-def test_workers_under_torchrun_see_warning_file(make_job: MakeJob, target: str) -> None:
+def test_workers_under_torchrun_see_warning_file(make_job: MakeJob) -> None:
     """torchrun does not pass the pipe on.
 
     It also ends the other workers of its node when the first one exits.
@@ -392,14 +313,9 @@ def test_workers_under_torchrun_see_warning_file(make_job: MakeJob, target: str)
         *WARNING, "--launcher", "torchrun", write_scripts(job, POLLS_WARNING), python=WITH_TORCH
     )
     up(job, 2)
-    if target == "agent":
-        job.agents[1].send_signal(signal.SIGUSR1)
-        why = f"SIGUSR1 on {HOST}"
-    else:
-        signal_all(own_processes(), signal.SIGTERM)
-        why = f"SIGTERM on {HOST}"
+    signal_all(own_processes(), signal.SIGTERM)
     assert job.wait() == [75, 75]
-    check_preempted(job, why)
+    check_preempted(job, f"SIGTERM on {HOST}")
 
 
 # -- the next attempt ------------------------------------------------------------------------------
@@ -499,7 +415,7 @@ def test_worker_without_agent_takes_signal_as_warning(
     assert result_of(process) == (75, "first\nsecond\n")
 
 
-@pytest.mark.parametrize("variable", ["", "x", "7:", "0:1", "999999:1"])
+@pytest.mark.parametrize("variable", ["", "0:1", "999999:1"])
 def test_sigterm_ends_worker_without_valid_warning_pipe(tmp_path: Path, variable: str) -> None:
     process = run_alone(tmp_path, USES_CALLBACKS, {"CLUSTERJOB_WARNING_FD": variable})
     wait_until((tmp_path / "up0").exists, TEST_TIMEOUT)
@@ -660,10 +576,7 @@ def test_failure_kind_is_terminated_only_for_end_by_sigterm(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("number", [signal.SIGUSR1, signal.SIGTERM])
-def test_training_workers_leave_in_middle_of_step_after_warning(
-    make_job: MakeJob, number: signal.Signals
-) -> None:
+def test_training_workers_leave_in_middle_of_step_after_warning(make_job: MakeJob) -> None:
     """Each worker leaves in its own callback, while collectives are pending.
 
     The signal also reaches the DataLoader workers.
@@ -690,75 +603,8 @@ def test_training_workers_leave_in_middle_of_step_after_warning(
     """)
     job.start_all(*WARNING, "--nproc-per-node", "2", script, python=WITH_TORCH)
     up(job, 4)
-    signal_all(own_processes(), number)
+    signal_all(own_processes(), signal.SIGTERM)
     assert job.wait() == [75, 75]
-    check_preempted(job, f"{number.name} on {HOST}")
+    check_preempted(job, f"SIGTERM on {HOST}")
     saved = [job.log(rank // 2, f"rank{rank}.out") for rank in range(4)]
-    assert saved.count("saved\n") >= (4 if number == signal.SIGUSR1 else 1)
-
-
-# -- interrupted training --------------------------------------------------------------------------
-
-RESUME = ROOT / "examples" / "train_resume.py"
-MANY_STEPS = 10**6
-
-
-def train(job: Job, attempt: int, steps: int) -> subprocess.Popen[bytes]:
-    """Start one attempt of the example on two processes."""
-    arguments = ("--checkpoint", "saved", "--steps", str(steps), "--save-every", "20")
-    variables = {"CLUSTERJOB_ATTEMPT": str(attempt)}
-    return job.start(
-        0,
-        *WARNING,
-        "--nproc-per-node",
-        "2",
-        str(RESUME),
-        *arguments,
-        python=WITH_TORCH,
-        env=variables,
-    )
-
-
-def last_step(job: Job, attempt: int) -> int:
-    """Return the last step that an attempt has reported as saved, or 0."""
-    path = job.dir / "logs" / "node0" / (f"rank0.attempt{attempt}.out" if attempt else "rank0.out")
-    saved = re.findall(r"step (\d+): saved", path.read_text()) if path.exists() else []
-    return int(saved[-1]) if saved else 0
-
-
-def first_step(job: Job, attempt: int) -> int:
-    return int(job.log(0, f"rank0.attempt{attempt}.out").partition("from step ")[2].split()[0])
-
-
-def weights(job: Job, agent: subprocess.Popen[bytes]) -> str:
-    assert agent.wait(TEST_TIMEOUT) == 0, job.stderr(agent)
-    return job.stdout(agent).rpartition("weights ")[2].strip()
-
-
-@pytest.mark.slow
-def test_interrupted_training_ends_with_weights_of_uninterrupted_one(
-    make_job: MakeJob,
-) -> None:
-    """The training is warned once and killed once, each time in the middle of its steps."""
-    job = make_job()
-    warned = train(job, 0, MANY_STEPS)
-    wait_until(lambda: last_step(job, 0), TEST_TIMEOUT)
-    warned.send_signal(signal.SIGUSR1)
-    assert warned.wait(TEST_TIMEOUT) == 75, job.stderr(warned)
-    assert job.result["state"] == "PREEMPTED"
-
-    killed = train(job, 1, MANY_STEPS)
-    wait_until(lambda: last_step(job, 1), TEST_TIMEOUT)
-    killed.kill()
-    killed.wait(TEST_TIMEOUT)
-    wait_for_no_processes(TEST_TIMEOUT)
-
-    steps = last_step(job, 1) + 47
-    found = weights(job, train(job, 2, steps))
-    assert 20 <= last_step(job, 0) == first_step(job, 1)
-    assert last_step(job, 1) <= first_step(job, 2) < steps - 20
-    assert (job.result["state"], job.result["attempt"]) == ("SUCCEEDED", 2)
-
-    uninterrupted = make_job()
-    assert weights(uninterrupted, train(uninterrupted, 0, steps)) == found
-    assert len(found) == 16
+    assert saved.count("saved\n") >= 1

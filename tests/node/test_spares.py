@@ -1,4 +1,4 @@
-"""Spare nodes replace lost ones; an elastic job goes on with fewer or more nodes."""
+"""Spare nodes replace lost ones, and another node coordinates."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ import os
 import signal
 from collections.abc import Callable
 
-from procs import TEST_TIMEOUT, Job, alive, below, kill_all, wait_until
+from procs import TEST_TIMEOUT, Job, alive, below, kill_all
 
-from clusterjob.node.logs.events import read_events, read_job_events
+from clusterjob.node.logs.events import read_events
 
 MakeJob = Callable[..., Job]
 # Each worker writes its variables into `<restart>.<rank>`, and ends when `enough` exists.
@@ -30,15 +30,6 @@ def place(job: Job, restart: int, rank: int) -> tuple[int, int, int]:
     """Return the world size, node rank and number of nodes that a worker saw."""
     seen = json.loads(job.path(f"{restart}.{rank}").read_text())
     return seen["WORLD_SIZE"], seen["GROUP_RANK"], seen["GROUP_WORLD_SIZE"]
-
-
-def with_short_lease(make_job: MakeJob) -> Job:
-    """Start a job on two nodes with a spare one; their lease is 2 s."""
-    job = make_job(3)
-    lease = ("--heartbeat", "0.2", "--lease", "2")
-    job.start_all("--spares", "1", *lease, job.script(PLACES))
-    job.wait_for("0.0", "0.1")
-    return job
 
 
 def test_spare_takes_place_of_lost_node(make_job: MakeJob) -> None:
@@ -62,7 +53,9 @@ def test_spare_takes_place_of_lost_node(make_job: MakeJob) -> None:
 def test_workers_of_frozen_agent_end_before_those_of_its_replacement_start(
     make_job: MakeJob,
 ) -> None:
-    job = with_short_lease(make_job)
+    job = make_job(3)
+    job.start_all("--spares", "1", "--heartbeat", "0.2", "--lease", "2", job.script(PLACES))
+    job.wait_for("0.0", "0.1")
     worker = json.loads(job.path("0.1").read_text())["pid"]
     os.kill(job.agent_of(1), signal.SIGSTOP)
     job.wait_for("1.1")
@@ -71,57 +64,6 @@ def test_workers_of_frozen_agent_end_before_those_of_its_replacement_start(
     job.path("enough").touch()
     assert job.wait()[::2] == [0, 0]
     assert [event["nodes"] for event in job.events("started")] == [[0, 1], [0, 2]]
-
-
-def test_replacement_waits_for_a_lease_when_nothing_is_known_of_a_lost_node(
-    make_job: MakeJob,
-) -> None:
-    job = with_short_lease(make_job)
-    kill_all([job.agents[1].pid, *below(job.agents[1].pid)])  # the machine
-    job.wait_for("1.1")
-    job.path("enough").touch()
-    assert job.wait()[::2] == [0, 0]
-    [lost], [_, started] = job.events("lost"), job.events("started")
-    assert 4 <= started["monotonic"] - lost["monotonic"] < 8
-
-
-def test_coordinator_that_has_moved_knows_the_disk_failures_before(make_job: MakeJob) -> None:
-    job = make_job(5)
-    script = job.script("""
-        import errno, os, time
-        failing = {"0": "1", "2": "2"}  # the rank that fails, by restart
-        if failing.get(os.environ["TORCHELASTIC_RESTART_COUNT"]) == os.environ["RANK"]:
-            raise OSError(errno.EIO, os.strerror(errno.EIO))
-        open(os.environ["TORCHELASTIC_RESTART_COUNT"] + "." + os.environ["RANK"], "w").close()
-        while os.environ["TORCHELASTIC_RESTART_COUNT"] == "1":
-            time.sleep(0.05)
-    """)
-    job.start_all("--spares", "2", "--max-restarts", "3", script)
-    job.wait_for("1.0", "1.1", "1.2")
-    job.agents[0].send_signal(signal.SIGKILL)
-    assert job.wait()[1:] == [0, 0, 0, 0]
-    events = list(read_job_events(job.dir))
-    ended = [event["kind"] for event in events if event["event"] == "round_ended"]
-    assert ended == ["disk", "node_lost", "disk", ""]
-    marked = [event["node_rank"] for event in events if event["event"] == "avoid"]
-    assert marked == [1]  # then it is a shared disk
-
-
-def test_elastic_job_shrinks_and_grows_when_the_node_returns(make_job: MakeJob) -> None:
-    job = make_job(3)
-    arguments = ("--min-nodes", "2", "--max-restarts", "2", job.script(PLACES))
-    job.start_all(*arguments)
-    job.wait_for("0.0", "0.1", "0.2")
-    job.agents[1].send_signal(signal.SIGKILL)
-    job.wait_for("1.0", "1.1")
-    assert [place(job, 1, rank) for rank in range(2)] == [(2, 0, 2), (2, 1, 2)]
-    job.start(1, *arguments)
-    wait_until(lambda: len(job.events("joined")) == 4, TEST_TIMEOUT)
-    os.kill(json.loads(job.path("1.0").read_text())["pid"], signal.SIGKILL)
-    job.wait_for("2.0", "2.1", "2.2")
-    job.path("enough").touch()
-    assert job.wait() == [0, -signal.SIGKILL, 0, 0]
-    assert [event["nodes"] for event in job.events("started")] == [[0, 1, 2], [0, 2], [0, 2, 1]]
 
 
 def kill_node(job: Job, number: int) -> None:
@@ -158,23 +100,3 @@ def test_second_of_two_nodes_goes_on_only_if_the_first_has_certainly_ended(
     job.path("enough").touch()
     assert job.wait() == [-signal.SIGKILL, 0]
     assert place(job, 1, 0) == (1, 0, 1)
-
-
-def test_node_0_that_is_started_again_joins_the_coordinator_that_has_moved(
-    make_job: MakeJob,
-) -> None:
-    job = make_job(3)
-    arguments = ("--spares", "1", "--max-restarts", "2", job.script(PLACES))
-    job.start_all(*arguments)
-    job.wait_for("0.0", "0.1")
-    kill_node(job, 0)
-    job.wait_for("1.0", "1.1")
-    job.start(0, *arguments)
-    moved = job.dir / "events.1.node1.jsonl"
-    wait_until(
-        lambda: [event for event in read_events(moved) if event.get("node_rank") == 0][1:],
-        TEST_TIMEOUT,
-    )
-    job.path("enough").touch()
-    assert job.wait() == [-signal.SIGKILL, 0, 0, 0]
-    assert job.result["restarts"] == 1

@@ -89,25 +89,6 @@ def test_job_goes_on_without_node_0_which_returns_as_spare(
     assert not (job.directory / "host0" / "result.json").exists()
 
 
-@pytest.mark.slow
-def test_successor_that_was_cut_off_returns_as_spare(
-    make_job: MakeJob, hosts: list[Machine]
-) -> None:
-    job = make_job(3)
-    start(job, hosts)
-    link(hosts[1], "down")
-    job.wait_for("1.0", "1.1")
-    # Alone, node 1 takes the place of the coordinator, and starts no workers.
-    wait_until(lambda: "coordinates the job now" in job.stderr(job.agents[1]), TEST_TIMEOUT)
-    link(hosts[1], "up")
-    wait_until(lambda: len(events(job, 0, "joined")) == 4, TEST_TIMEOUT)
-    job.path("enough").touch()
-    assert job.wait() == [0, 0, 0]
-    assert [event["nodes"] for event in events(job, 0, "started")] == [[0, 1], [0, 2]]
-    assert events(job, 1, "started") == []
-    assert result(job, 0)["restarts"] == 1
-
-
 @pytest.mark.parametrize("kill", [False, True], ids=["reset", "reset and kill"])
 def test_of_two_halves_only_that_of_the_coordinator_goes_on(
     make_job: MakeJob, *, kill: bool

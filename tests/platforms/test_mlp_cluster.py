@@ -8,14 +8,15 @@ from __future__ import annotations
 import json
 import os
 import signal
-import sys
-from collections.abc import Mapping
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
-from launching import TEST_TIMEOUT, Run, finish, start
+from command_user import CommandUser
+from launching import TEST_TIMEOUT
 from procs import wait_until
-from volc_platform import Platform
+from volc_platform import DENIED, NO_ANSWER, Platform
 
 TRAIN = """
 import os, sys, torch, torch.distributed as dist
@@ -30,128 +31,82 @@ dist.destroy_process_group()
 """
 SECRET = "s3cret of mine"
 SLEEP = "import time\nprint('up', flush=True)\ntime.sleep(1000)\n"
+OPTIONS = {
+    "image": "cr.example.com/train:1", "queue": "train", "flavor": "ml.pni3ln.8xlarge",
+    "flavors": "{ml.pni3ln.8xlarge: 2}", "poll": "0.2",
+}  # fmt: skip
+ONE_GPU = {"flavor": "ml.pni3ln.4xlarge", "flavors": "{ml.pni3ln.4xlarge: 1}"}
 
 
-class User:
-    """A user with an account, a code directory and the command `clusterjob`."""
+class User(CommandUser):
+    """A user with an account; `options` are those of the cluster."""
 
-    def __init__(self, volc: Platform, directory: Path) -> None:
+    def __init__(self, volc: Platform, *more: Any) -> None:
+        super().__init__(*more)
         self.volc = volc
-        self.code = directory / "code"
-        self.home = directory / "state"
-        self.code.mkdir()
-        self.options = {
-            "image": "cr.example.com/train:1", "queue": "train", "flavor": "ml.pni3ln.8xlarge",
-            "flavors": "{ml.pni3ln.8xlarge: 2}", "poll": "0.2",
-        }  # fmt: skip
-        self.environ = {
-            **volc.variables,
-            "CLUSTERJOB_HOME": str(self.home),
-            "CLUSTERJOB_REQUIRE_GPUS": "0",  # the machines have none
-        }
+        self.options = OPTIONS
+        # The machines have no GPUs.
+        for name, value in (volc.variables | {"CLUSTERJOB_REQUIRE_GPUS": "0"}).items():
+            self.patch.setenv(name, value)
 
-    def write(self, text: str, name: str = "train.py") -> None:
-        (self.code / name).write_text(text)
-
-    def start(self, *arguments: object, **environ: str):
-        return start(
-            [sys.executable, "-m", "clusterjob", *arguments], self.code, self.environ | environ
-        )
-
-    def run(self, *arguments: object, **environ: str) -> Run:
-        return finish(self.start(*arguments, **environ))
-
-    def job(
-        self,
-        verb: str,
-        *arguments: object,
-        environ: Mapping[str, str] | None = None,
-        **options: str,
-    ) -> Run:
-        sets = [
-            argument
-            for key, value in (self.options | options).items()
-            if value
-            for argument in ("--set", f"{key}={value}")
-        ]
-        return self.run(verb, "--cluster", "mlp", *sets, *arguments, **(environ or {}))
-
-    def submit(
-        self, *arguments: object, environ: Mapping[str, str] | None = None, **options: str
-    ) -> str:
-        ran = self.job("submit", *arguments, environ=environ, **options)
-        assert ran.code == 0, ran.err
-        return ran.out.strip()
-
-    def status(self, *ids: str) -> list[dict[str, object]]:
-        ran = self.run("status", "--json", *ids)
-        assert ran.code == 0, ran.err
-        return json.loads(ran.out)["jobs"]
-
-    def wait_for(self, job_id: str, *states: str) -> dict[str, object]:
-        seen: list[dict[str, object]] = []
-
-        def reached() -> bool:
-            seen[:] = self.status(job_id)
-            return seen[0]["state"] in states
-
-        wait_until(reached, TEST_TIMEOUT, f"{job_id}: {' or '.join(states)}")
-        return seen[0]
+    @property
+    def target(self) -> tuple[str, ...]:
+        sets = [("--set", f"{key}={value}") for key, value in self.options.items() if value]
+        return ("--cluster", "mlp", *(word for words in sets for word in words))
 
 
 @pytest.fixture
-def user(volc: Platform, tmp_path: Path) -> User:
-    return User(volc, tmp_path)
+def user(volc: Platform, new_user: Callable[..., User]) -> User:
+    return new_user(volc, User)
 
 
 def test_two_node_job_returns_output_status_and_exit_code(user: User) -> None:
-    user.write(TRAIN)
-    job = user.submit("--nodes", "2", "--env", 'WORD=it\'s "$HOME"', "train.py", "--lr", "a b")
-    waited = user.run("wait", job)
-    assert waited.code == 0, waited.err
-    shown = user.run("logs", job)
+    text = (
+        TRAIN + "if os.environ['RANK'] == '3':\n"
+        "    print('x' * 20_000)\n    sys.stdout.write('é ☃, no end of line')\n"
+    )
+    options = ("--nodes", "2", "--env", 'WORD=it\'s "$HOME"')
+    job = user.submit(text, *options, args=("--lr", "a b"))
+    user("wait", job)
+    shown = user("logs", job)
     for rank in range(4):
-        assert f"[{rank}] rank {rank} sums 4 it's \"$HOME\" ['--lr', 'a b']" in shown.out
-        assert f"[{rank}] to stderr from {rank}" in shown.err
-    assert user.run("logs", job, "--rank", "3").out.splitlines() == [
-        "[3] rank 3 sums 4 it's \"$HOME\" ['--lr', 'a b']"
+        assert f"[{rank}] rank {rank} sums 4 it's \"$HOME\" ['--lr', 'a b']" in shown.stdout
+        assert f"[{rank}] to stderr from {rank}" in shown.stderr
+    assert user.output(job, "--rank", "3").splitlines() == [
+        "[3] rank 3 sums 4 it's \"$HOME\" ['--lr', 'a b']",
+        f"[3] {'x' * 20_000}",
+        "[3] é ☃, no end of line",
     ]
-    assert {line[:3] for line in user.run("logs", job, "--node", "1").out.splitlines()} == {
-        "[2]",
-        "[3]",
-    }
-    (status,) = user.status(job)
+    assert {line[:3] for line in user.output(job, "--node", "1").splitlines()} == {"[2]", "[3]"}
+    status, [task] = user.job(job), user.volc.tasks()
     assert (status["state"], status["exit_code"], status["nodes"], status["backend"]) == (
         "SUCCEEDED",
         0,
         2,
         "mlp",
     )
-    (task,) = user.volc.tasks()
-    assert status["backend_id"] == task["id"]
-    conf = task["conf"]
+    assert status["backend_id"] == task.id
+    conf = task.conf
     assert (conf["TaskName"], conf["Description"], conf["TaskRoleSpecs"][0]["RoleReplicas"]) == (
         job,
-        "train",
+        "script",
         2,
     )
-    assert not (user.home / "jobs" / job / "upload").exists(), "the copy that was sent is not kept"
+    assert not (user.directory_of(job) / "upload").exists(), "the copy that was sent is not kept"
 
 
 def test_run_shows_output_and_names_failed_rank(user: User) -> None:
-    user.write(
+    text = (
         TRAIN + "if os.environ['RANK'] == '2':\n    raise ValueError('boom at step 7')\n"
         "import time; time.sleep(1000)\n"
     )
-    ran = user.job("run", "--nodes", "2", "train.py")
-    assert ran.code == 1, ran.err
-    assert "rank 0 sums 4" in ran.out
-    (task,) = user.volc.tasks()
-    assert "FAILED: rank 2 (node 1, local rank 0, host" in ran.err
-    assert f"host {task['id']}-worker-1)" in ran.err
-    assert "ValueError: boom at step 7" in ran.err
-    (status,) = user.status(task["name"])
-    failure = status["failure"]
+    ran = user.run(text, "--nodes", "2", code=1)
+    assert "rank 0 sums 4" in ran.stdout
+    [task] = user.volc.tasks()
+    assert "FAILED: rank 2 (node 1, local rank 0, host" in ran.stderr
+    assert f"host {task.id}-worker-1)" in ran.stderr
+    assert "ValueError: boom at step 7" in ran.stderr
+    failure = user.job(task.name)["failure"]
     assert (failure["rank"], failure["node_rank"], failure["message"]) == (
         2,
         1,
@@ -161,42 +116,35 @@ def test_run_shows_output_and_names_failed_rank(user: User) -> None:
 
 @pytest.mark.slow
 def test_running_job_can_be_followed_and_cancelled(user: User) -> None:
-    user.write(SLEEP)
-    job = user.submit("--nodes", "2", "train.py")
-    assert user.wait_for(job, "RUNNING")["started_at"] is not None
+    job = user.submit(SLEEP, "--nodes", "2")
+    assert user.wait_for_state(job, "RUNNING")["started_at"] is not None
     following = user.start("logs", "-f", job)
-    assert following.stdout is not None
-    line = following.stdout.readline()
-    assert "up" in line
-    cancelled = user.run("cancel", job)
-    assert cancelled.code == 0, cancelled.err
-    followed = finish(following)
-    assert followed.code == 143, followed.err
-    assert "CANCELLED" in followed.err
-    (task,) = user.volc.tasks()
-    assert task["status"] == "Killed"
-    assert user.run("wait", job).code == 143
-    assert "had ended already" in user.run("cancel", job).err
+    wait_until(lambda: "up" in user.output_of(following)[0], TEST_TIMEOUT)
+    user("cancel", job)
+    assert following.wait(TEST_TIMEOUT) == 143
+    assert "CANCELLED" in user.output_of(following)[1]
+    assert user.volc.tasks()[0].status == "Killed"
+    user("wait", job, code=143)
+    assert "had ended already" in user("cancel", job).stderr
 
 
 def test_secrets_appear_in_no_record_and_no_argument(user: User) -> None:
-    user.write(
+    text = (
         "import os\n"
         "print('got', os.environ['WANDB_KEY'] == os.environ['EXPECTED'], "
         "len(os.environ.get('CLUSTERJOB_TOKEN', '')))\n"
     )
-    arguments = ("--env", f"EXPECTED={SECRET[::-1]}", "train.py")
-    dry = user.job(
-        "submit", "--dry-run", *arguments, secrets="WANDB_KEY", environ={"WANDB_KEY": SECRET}
-    )
-    assert dry.code == 0, dry.err
-    assert '{"Name": "WANDB_KEY", "IsPrivate": true}' in dry.out
-    job = user.submit(*arguments, secrets="WANDB_KEY", environ={"WANDB_KEY": SECRET})
-    waited = user.run("wait", job)
-    assert waited.code == 0, waited.err
-    assert "got False" in user.run("logs", job).out
-    (task,) = user.volc.tasks()
-    entries = {entry["Name"]: entry for entry in task["conf"]["Envs"]}
+    user.options = OPTIONS | {"secrets": "WANDB_KEY"}
+    words = ("submit", *user.target, "--env", f"EXPECTED={SECRET[::-1]}", user.script(text))
+    assert "the secret WANDB_KEY is missing" in user(*words, code=1).stderr
+    user.patch.setenv("WANDB_KEY", SECRET)
+    dry = user(*words[:1], "--dry-run", *words[1:])
+    assert '{"Name": "WANDB_KEY", "IsPrivate": true}' in dry.stdout
+    job = user(*words).stdout.strip()
+    user("wait", job)
+    assert "got False" in user.output(job)
+    [task] = user.volc.tasks()
+    entries = {entry["Name"]: entry for entry in task.conf["Envs"]}
     assert entries["WANDB_KEY"] == {"Name": "WANDB_KEY", "IsPrivate": True, "Value": SECRET}
     token = entries["CLUSTERJOB_TOKEN"]["Value"]
     assert entries["CLUSTERJOB_TOKEN"]["IsPrivate"]
@@ -204,32 +152,21 @@ def test_secrets_appear_in_no_record_and_no_argument(user: User) -> None:
     kept = [path for path in user.home.rglob("*") if path.is_file()]
     assert kept
     for secret in (SECRET, token):
-        assert secret not in dry.out + dry.err + json.dumps(user.volc.calls())
+        assert secret not in dry.stdout + dry.stderr + json.dumps(user.volc.calls())
         assert [path for path in kept if secret.encode() in path.read_bytes()] == []
-    missing = user.job("submit", "train.py", secrets="WANDB_KEY")
-    assert missing.code == 1
-    assert "the secret WANDB_KEY is missing" in missing.err
-    assert len(user.volc.tasks()) == 1
 
 
 def test_sweep_submits_one_task_per_element(user: User) -> None:
-    user.write(
+    text = (
         "import os, sys\nprint(sys.argv[1:], os.environ['CLUSTERJOB_ARRAY_INDEX'])\n"
         "sys.exit(3 if '--lr=x y' in sys.argv else 0)\n"
     )
-    job = user.submit(
-        "--sweep",
-        "lr=0.1,x y",
-        "train.py",
-        submit_rate="20",
-        flavor="ml.pni3ln.4xlarge",
-        flavors="{ml.pni3ln.4xlarge: 1}",
-    )
-    waited = user.run("wait", job)
-    assert waited.code == 3, waited.err
-    assert sorted(task["name"] for task in user.volc.tasks()) == [f"{job}_0", f"{job}_1"]
-    assert user.run("logs", f"{job}_1").out.strip() == "['--lr=x y'] 1"
-    assert {status["id"]: status["state"] for status in user.status(job)} == {
+    user.options = OPTIONS | ONE_GPU | {"submit_rate": "20"}
+    job = user.submit(text, "--sweep", "lr=0.1,x y")
+    user("wait", job, code=3)
+    assert sorted(task.name for task in user.volc.tasks()) == [f"{job}_0", f"{job}_1"]
+    assert user.output(f"{job}_1").strip() == "['--lr=x y'] 1"
+    assert {status["id"]: status["state"] for status in user.jobs(job)} == {
         f"{job}_0": "SUCCEEDED",
         f"{job}_1": "FAILED",
     }
@@ -237,7 +174,7 @@ def test_sweep_submits_one_task_per_element(user: User) -> None:
 
 @pytest.mark.slow
 def test_retried_task_keeps_log_of_each_attempt(user: User) -> None:
-    user.write(
+    text = (
         "import os, sys, time\n"
         "print('try', os.environ['MLP_TASK_ID'], flush=True)\n"
         "marker = '/data/tries'\n"
@@ -247,185 +184,100 @@ def test_retried_task_keeps_log_of_each_attempt(user: User) -> None:
         "sys.exit(5 if count == 0 else 0)\n"
     )
     storages = "[{Type: Vepfs, MountPath: /data, VepfsId: vepfs-1}]"
-    one = {"flavor": "ml.pni3ln.4xlarge", "flavors": "{ml.pni3ln.4xlarge: 1}"}
-    job = user.submit(
-        "--max-restarts", "2", "train.py", storages=storages, retry_interval="1", **one
-    )
-    waited = user.run("wait", job)
-    assert waited.code == 0, waited.err
+    user.options = OPTIONS | ONE_GPU | {"storages": storages, "retry_interval": "1"}
+    job = user.submit(text, "--max-restarts", "2")
+    user("wait", job)
     first, second = user.volc.tasks(job)
-    assert first["conf"]["RetryOptions"] == {
+    assert first.conf["RetryOptions"] == {
         "EnableRetry": True,
         "MaxRetryTimes": 2,
         "IntervalSeconds": 1,
         "PolicySets": ["Failed"],
     }
-    (status,) = user.status(job)
+    status = user.job(job)
     assert (status["state"], status["restarts"], status["backend_id"]) == (
         "SUCCEEDED",
         1,
-        first["id"],
+        first.id,
     )
-    assert user.run("logs", job).out.splitlines() == [f"try {first['id']}", f"try {second['id']}"]
-    names = sorted(
-        path.name for path in (user.home / "jobs" / job / "logs" / "node0").glob("rank0*.out")
-    )
+    assert user.output(job).splitlines() == [f"try {first.id}", f"try {second.id}"]
+    names = sorted(path.name for path in user.directory_of(job).glob("logs/node0/rank0*.out"))
     assert names == ["rank0.attempt1.out", "rank0.out"]
 
 
 @pytest.mark.slow
-def test_reclaimed_task_is_pending_until_platform_restarts_it(user: User) -> None:
-    user.write(SLEEP)
-    job = user.submit("train.py", preemptible="true", retry_interval="1000")
-    user.wait_for(job, "RUNNING")
-    (task,) = user.volc.tasks()
-    assert task["conf"]["Preemptible"] is True
-    assert task["conf"]["RetryOptions"]["PolicySets"] == ["InstanceReclaimed"]
-    user.volc.reclaim(task["id"])
-    pending = user.wait_for(job, "PENDING")
-    assert "the platform starts it again (attempt 2 of 6); it was preempted" in str(
-        pending["reason"]
-    )
-    assert user.run("cancel", job).code == 0
-    assert user.run("wait", job).code == 143
-
-
-@pytest.mark.slow
 def test_workers_of_reclaimed_task_are_warned_and_requeue(user: User) -> None:
-    user.write(
+    text = (
         "import time\nfrom clusterjob import bootstrap\n"
         "ctx = bootstrap.init()\nprint('up', flush=True)\n"
         "while not ctx.preempted:\n    time.sleep(0.05)\n"
         "print('saved', flush=True)\nctx.requeue()\n"
     )
-    user.volc.set(kill_grace=60)
-    job = user.submit("train.py", preemptible="true", retry_interval="1000", kill_grace="60")
-    user.wait_for(job, "RUNNING")
-    (task,) = user.volc.tasks()
-    user.volc.wait_for_line(task["id"], "up")
-    user.volc.reclaim(task["id"])
-    pending = user.wait_for(job, "PENDING")
-    assert "the platform starts it again (attempt 2 of 6); it was preempted" in str(
-        pending["reason"]
-    )
-    out = user.run("logs", job).out.splitlines()
-    assert sorted(line for line in out if "saved" in line) in (
+    user.volc.kill_grace = 60.0
+    more = {"preemptible": "true", "retry_interval": "1000", "kill_grace": "60"}
+    user.options = OPTIONS | more
+    job = user.submit(text)
+    user.wait_for_state(job, "RUNNING")
+    [task] = user.volc.tasks()
+    user.volc.wait_for_line(task, "up")
+    user.volc.reclaim(task)
+    pending = user.wait_for_state(job, "PENDING")
+    assert "the platform starts it again (attempt 2 of 6); it was preempted" in pending["reason"]
+    assert sorted(line for line in user.output(job).splitlines() if "saved" in line) in (
         ["[0-1] saved"],
         ["[0] saved", "[1] saved"],
     )
-    assert user.run("cancel", job).code == 0
-    assert user.run("wait", job).code == 143
+    user("cancel", job)
+    user("wait", job, code=143)
 
 
-@pytest.mark.slow
-def test_reclaimed_task_runs_again_as_second_attempt(user: User) -> None:
-    user.write(SLEEP)
-    job = user.submit("train.py", preemptible="true", retry_interval="1")
-    user.wait_for(job, "RUNNING")
-    user.volc.reclaim(user.volc.tasks()[0]["id"])
-    wait_until(lambda: len(user.volc.tasks(job)) == 2, TEST_TIMEOUT, "the second attempt")
-    second = user.volc.tasks(job)[1]
-    user.volc.wait_for_line(second["id"], "up")
-    assert user.wait_for(job, "RUNNING")["restarts"] == 1
-    assert user.run("cancel", job).code == 0
-    assert user.run("wait", job).code == 143
-    assert user.volc.task(second["id"])["status"] == "Killed"
-
-
-@pytest.mark.slow
-def test_retry_created_after_cancel_is_cancelled_too(user: User) -> None:
-    user.write("import sys\nsys.exit(5)\n")
-    job = user.submit("--max-restarts", "1", "train.py", retry_interval="2")
-    wait_until(
-        lambda: user.volc.tasks(job)[0]["status"] in ("Running", "Failed"),
-        TEST_TIMEOUT,
-        "the first attempt",
-    )
-    user.volc.hold("Queue")
-    wait_until(lambda: user.volc.tasks(job)[0]["status"] == "Failed", TEST_TIMEOUT, "its end")
-    assert user.run("cancel", job).code == 0
-    wait_until(lambda: len(user.volc.tasks(job)) == 2, TEST_TIMEOUT, "the second attempt")
-    user.wait_for(job, "CANCELLED")
-    assert [task["status"] for task in user.volc.tasks(job)] == ["Failed", "Killed"]
-
-
-@pytest.mark.parametrize("how", ["after", pytest.param("hangs", marks=pytest.mark.slow)])
-def test_submission_without_answer_makes_one_task(user: User, how: str) -> None:
-    user.write("print('trained')\n")
-    user.volc.break_submit(how)
-    job = user.submit("train.py", submit_timeout="5" if how == "hangs" else "")
-    assert user.run("wait", job).code == 0
-    assert [task["name"] for task in user.volc.tasks()] == [job]
+def test_submission_without_answer_makes_one_task(user: User) -> None:
+    user.volc.errors = {"submit after": [NO_ANSWER]}
+    job = user.submit("print('trained')")
+    user("wait", job)
+    assert [task.name for task in user.volc.tasks()] == [job]
     assert len(user.volc.calls("ml_task", "submit")) == 1
 
 
-@pytest.mark.slow
-def test_unconfirmed_submission_is_reported_and_found_later(user: User) -> None:
-    user.write("print('trained')\n")
-    user.volc.set(breaks={"submit after": 1, "list": 100})
-    ran = user.job("submit", "train.py")
-    assert ran.code == 1
-    assert "it is unknown whether the platform accepted the job" in ran.err
-    user.volc.set(breaks={"list": 0})
-    (task,) = user.volc.tasks()
-    assert user.run("wait", task["name"]).code == 0
-    assert user.status(task["name"])[0]["backend_id"] == task["id"]
-
-
 def test_array_with_unconfirmed_first_element_is_cancelled(user: User) -> None:
-    user.write(SLEEP)
-    user.volc.set(breaks={"submit after": 1, "list": 3})
-    ran = user.job("submit", "--array", "0-1", "train.py")
-    assert ran.code == 1
-    (task,) = user.volc.tasks()
-    whole = task["name"].removesuffix("_0")
-    assert f"`clusterjob status {whole}`" in ran.err
-    user.wait_for(task["name"], "CANCELLED")
-    assert "it is being cancelled" in str(user.status(f"{whole}_1")[0]["reason"])
-
-
-def test_refused_submission_leaves_no_files(user: User) -> None:
-    user.write("print('trained')\n")
-    user.volc.set(queues={"q-1": "other"})
-    ran = user.job("submit", "train.py")
-    assert ran.code == 1
-    assert "the platform does not know the queue" in ran.err
-    assert "--set queue=NAME" in ran.err
-    assert list((user.home / "jobs").iterdir()) == list((user.home / "records").iterdir()) == []
+    user.volc.errors = {"submit after": [NO_ANSWER], "list": [NO_ANSWER] * 3}
+    said = user("submit", *user.target, "--array", "0-1", user.script(SLEEP), code=1).stderr
+    assert "it is unknown whether the platform accepted the job" in said
+    [task] = user.volc.tasks()
+    whole = task.name.removesuffix("_0")
+    assert f"`clusterjob status {whole}`" in said
+    user.wait_for_state(task.name, "CANCELLED")
+    assert "it is being cancelled" in user.job(f"{whole}_1")["reason"]
 
 
 def test_submission_errors_name_cause_and_leave_no_files(user: User, tmp_path: Path) -> None:
-    user.write("print('trained')\n")
-    bin_ = str(user.volc.bin)
-    bare = os.environ["PATH"]
+    bin_, path = str(user.volc.bin), os.environ["PATH"]
+    bare = path.removeprefix(f"{bin_}{os.pathsep}")
 
-    def expect_error(
-        message: str, *arguments: str, environ: Mapping[str, str] | None = None, **options: str
-    ) -> None:
-        ran = user.job("submit", *arguments, "train.py", environ=environ, **options)
-        assert ran.code in (1, 2), ran
-        assert message in ran.err, ran.err
-        assert "Traceback" not in ran.err
-        assert list(user.home.glob("records/*.json")) == list(user.home.glob("jobs/*")) == []
+    def expect_error(message: str, *arguments: str, **options: str) -> None:
+        user.options = OPTIONS | options
+        done = user("submit", *user.target, *arguments, user.script("pass"), code=None)
+        assert done.returncode in (1, 2), done
+        assert message in done.stderr
+        assert user.remaining_files() == []
 
-    expect_error("the platform's command volc is not installed", environ={"PATH": bare})
+    user.patch.setenv("PATH", bare)
+    expect_error("the platform's command volc is not installed")
     (user.volc.home / ".volc" / "bin").symlink_to(bin_)
-    expect_error("which is not on PATH", environ={"PATH": bare})
+    expect_error("which is not on PATH")
     (tmp_path / "half").mkdir()
     (tmp_path / "half" / "volc").symlink_to(f"{bin_}/volc")
-    expect_error(
-        "volc does not find its sibling mlp",
-        environ={"PATH": f"{tmp_path / 'half'}{os.pathsep}{bare}"},
-    )
+    user.patch.setenv("PATH", f"{tmp_path / 'half'}{os.pathsep}{bare}")
+    expect_error("volc does not find its sibling mlp")
     (user.volc.home / ".volc" / "bin").unlink()
+    user.patch.setenv("PATH", path)
     user.volc.logout()
     expect_error("not logged in to the platform")
     user.volc.login(sk="wrong")
     expect_error("the platform does not accept the keys")
     user.volc.login()
-    user.volc.deny("CreateJob")
+    user.volc.errors = {"submit": [DENIED]}
     expect_error("the account has no permission for this")
-    user.volc.allow()
     expect_error("the platform does not know the queue", queue="nowhere")
     expect_error("the queue has no such flavor", flavor="ml.nowhere", flavors="")
     expect_error("no flavor has 4 GPUs", "--gpus-per-node", "4", flavor="")
@@ -436,114 +288,36 @@ def test_submission_errors_name_cause_and_leave_no_files(user: User, tmp_path: P
 
 
 def test_pending_job_shows_reason_from_platform(user: User) -> None:
-    user.write("print('trained')\n")
-    for state in ("Queue", "Staging"):
-        user.volc.hold(state, "Insufficient resources: 2 GPUs wanted, 0 available")
-        job = user.submit("train.py")
-        task = user.volc.tasks(job)[-1]
-        user.volc.wait(task["id"], state)
-        wait_until(
-            lambda task=task: user.volc.task(task["id"])["instances"][0]["diag"], TEST_TIMEOUT
-        )
-        (status,) = user.status(job)
-        assert status["state"] == "PENDING"
-        assert f"{state} on the platform" in status["reason"]
-        assert "Insufficient resources: 2 GPUs wanted" in status["reason"]
-        assert user.run("cancel", job).code == 0
+    user.volc.held = {"Staging": "Insufficient resources: 2 GPUs wanted, 0 available"}
+    job = user.submit("print('trained')")
+    [task] = user.volc.tasks(job)
+    wait_until(lambda: task.workers[0].diag, TEST_TIMEOUT)
+    status = user.job(job)
+    assert status["state"] == "PENDING"
+    assert "Staging on the platform" in status["reason"]
+    assert "Insufficient resources: 2 GPUs wanted" in status["reason"]
+    user("cancel", job)
 
 
-@pytest.mark.slow
-def test_status_is_unknown_while_platform_does_not_answer(user: User) -> None:
-    user.write(SLEEP)
-    job = user.submit("train.py")
-    user.wait_for(job, "RUNNING")
-    user.volc.break_calls("list", 1)
-    (status,) = user.status(job)
-    assert (status["state"], status["exit_code"]) == ("UNKNOWN", None)
-    assert "does not answer" in status["reason"]
-    assert user.status(job)[0]["state"] == "RUNNING"
-    user.volc.break_calls("list", 1)
-    waiting = user.start("wait", job)
-    assert waiting.stderr is not None
-    line = waiting.stderr.readline()
-    assert line.startswith(f"clusterjob: job {job}: ")
-    assert "does not answer" in line
-    assert user.run("cancel", job).code == 0
-    assert finish(waiting).code == 143
+def test_node_with_failed_setup_line_is_named(user: User) -> None:
+    user.volc.failure_grace = 1.0
+    options = ("--nodes", "2", "--setup", '[ "$MLP_ROLE_INDEX" = 0 ]', "--join-timeout", "60")
+    job = user.submit("print('trained')", *options)
+    waited = user("wait", job, code=None)
+    assert waited.returncode != 0
+    assert "node 1" in waited.stderr
+    assert "a setup line failed" in waited.stderr
 
 
 @pytest.mark.slow
 def test_ctrl_c_during_array_submission_cancels_submitted_tasks(user: User) -> None:
-    user.write(SLEEP)
-    sets = [word for key, value in user.options.items() for word in ("--set", f"{key}={value}")]
-    process = user.start(
-        "submit",
-        "--cluster",
-        "mlp",
-        *sets,
-        "--set",
-        "submit_rate=0.01",
-        "--array",
-        "0-5",
-        "train.py",
-    )
+    user.options = OPTIONS | {"submit_rate": "0.01"}
+    process = user.start("submit", *user.target, "--array", "0-5", user.script(SLEEP))
     wait_until(lambda: len(user.volc.tasks()) == 1, TEST_TIMEOUT, "the first element")
     wait_until(
         lambda: len(user.volc.calls("ml_task", "submit")) == 1, TEST_TIMEOUT, "its submission"
     )
     process.send_signal(signal.SIGINT)
-    ran = finish(process)
-    assert ran.code == 130, ran.err
-    (task,) = user.volc.tasks()
-    user.volc.wait(task["id"], "Killed")
-
-
-@pytest.mark.slow
-def test_status_of_many_jobs_makes_few_platform_calls(user: User) -> None:
-    user.write("print('trained')\n")
-    user.volc.hold("Queue")
-    first = user.submit("--array", "0-19", "train.py", submit_rate="100")
-    for _ in range(4):
-        user.submit("train.py")
-    before = len(user.volc.calls("ml_task", "list"))
-    assert len(user.status()) == 24
-    assert len(user.volc.calls("ml_task", "list")) - before <= 3
-    assert user.run("cancel", first).code == 0
-
-
-@pytest.mark.slow
-def test_job_without_sync_runs_in_existing_directory(user: User) -> None:
-    job = user.submit(
-        "--no-sync",
-        "--nproc-per-node",
-        "1",
-        "--",
-        "bash",
-        "-c",
-        "pwd; ls -A /root/code",
-        workdir="/usr/share",
-    )
-    waited = user.run("wait", job)
-    assert waited.code == 0, waited.err
-    assert user.run("logs", job).out.splitlines() == ["/usr/share", "clusterjob-entry"]
-
-
-@pytest.mark.slow
-def test_long_delayed_log_is_collected_completely(user: User) -> None:
-    user.write("for number in range(3000):\n    print('line', number)\n")
-    user.volc.lag_logs(1.0)
-    job = user.submit("--nproc-per-node", "1", "train.py")
-    assert user.run("wait", job).code == 0
-    assert user.run("logs", job).out.splitlines() == [f"line {number}" for number in range(3000)]
-
-
-@pytest.mark.slow
-def test_node_with_failed_setup_line_is_named(user: User) -> None:
-    user.write("print('trained')\n")
-    job = user.submit(
-        "--nodes", "2", "--setup", '[ "$MLP_ROLE_INDEX" = 0 ]', "--join-timeout", "60", "train.py"
-    )
-    waited = user.run("wait", job)
-    assert waited.code != 0
-    assert "node 1" in waited.err
-    assert "a setup line failed" in waited.err
+    assert process.wait(TEST_TIMEOUT) == 130, user.output_of(process)
+    [task] = user.volc.tasks()
+    user.volc.wait(task, "Killed")

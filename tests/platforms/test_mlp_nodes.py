@@ -5,14 +5,13 @@ Each node is a network namespace of its own.
 
 from __future__ import annotations
 
-import json
 import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from launching import finish, rank_reports, script, start
+from launching import finish, rank_reports, script, start, with_paddle
 from namespaces import Machine, machines, skip_reason
 
 TRAIN = """
@@ -93,46 +92,6 @@ def launch(
 ENTRY = (sys.executable, "-m", "clusterjob", "launch")
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("count", "gpus", "options"), [(2, 2, ("--require-gpus", "0")), (2, 0, ()), (4, 0, ())]
-)
-def test_nodes_train_with_platform_variables_only(
-    four: list[Machine], tmp_path: Path, count: int, gpus: int, options: tuple[str, ...]
-) -> None:
-    nodes = four[:count]
-    environs = [variables(nodes, index, gpus) for index in range(count)]
-    program = script(tmp_path, TRAIN)
-    for code, output in launch(
-        nodes, tmp_path, environs, *ENTRY, *options, program, "--epochs", "3"
-    ):
-        assert code == 0, output
-    workers = gpus or 1
-    ranks = rank_reports(tmp_path, count * workers)
-    for number, rank in enumerate(ranks):
-        assert rank["place"] == [number % workers, count * workers, number // workers, count]
-        assert (rank["interface"], rank["arguments"]) == ("eth0", ["--epochs", "3"])
-        assert rank["losses"] == ranks[0]["losses"]
-        assert rank["weights"] == ranks[0]["weights"]
-        assert rank["losses"][1] < 0.1 * rank["losses"][0]
-
-
-def test_node_ranks_follow_rack_order(four: list[Machine], tmp_path: Path) -> None:
-    nodes = four[:3]
-    racks = ["0", "2", "1"]
-    environs = [
-        variables(nodes, index, 0) | {"MLP_WORKER_RACK_RANK_INDEX": racks[index]}
-        for index in range(3)
-    ]
-    text = (
-        "import os, pathlib\n"
-        "pathlib.Path('node' + os.environ['MLP_ROLE_INDEX']).write_text(os.environ['RANK'])\n"
-    )
-    for code, output in launch(nodes, tmp_path, environs, *ENTRY, script(tmp_path, text)):
-        assert code == 0, output
-    assert [(tmp_path / f"node{index}").read_text() for index in range(3)] == racks
-
-
 def test_agent_from_an_address_of_no_node_is_refused_and_the_job_runs(
     four: list[Machine], tmp_path: Path
 ) -> None:
@@ -154,25 +113,6 @@ def test_agent_from_an_address_of_no_node_is_refused_and_the_job_runs(
     assert ended.err.count(notice) == 1
 
 
-def test_node_that_reads_rank_from_other_variable_is_refused(
-    four: list[Machine], tmp_path: Path
-) -> None:
-    nodes = four[:3]
-    environs = [variables(nodes, index, 0) for index in range(3)]
-    for environ, rack in zip(environs[:2], ["0", "1"], strict=True):
-        environ["MLP_WORKER_RACK_RANK_INDEX"] = rack
-    program = script(tmp_path, "raise SystemExit('it ran')\n")
-    # A node that is started after the refusal finds no other.
-    ran = launch(nodes, tmp_path, environs, *ENTRY, "--join-timeout", "30", program)
-    assert all(code == 1 for code, _ in ran)
-    assert (
-        "reads its node_rank from MLP_ROLE_INDEX, node 0 from MLP_WORKER_RACK_RANK_INDEX"
-        in ran[0][1]
-    )
-    assert "node_rank from MLP_ROLE_INDEX" in ran[2][1]
-    assert not any("it ran" in output for _, output in ran)
-
-
 @pytest.mark.slow
 def test_nodes_with_ipv6_addresses_train(four: list[Machine], tmp_path: Path) -> None:
     nodes = four[:2]
@@ -188,54 +128,21 @@ def test_nodes_with_ipv6_addresses_train(four: list[Machine], tmp_path: Path) ->
     assert first["weights"] == second["weights"]
 
 
-@pytest.mark.slow
-def test_rendered_entry_script_trains_on_two_nodes(four: list[Machine], tmp_path: Path) -> None:
-    nodes = four[:2]
-    path = script(tmp_path, TRAIN)
-    argv = [
-        sys.executable,
-        "-m",
-        "clusterjob",
-        "render",
-        "--cluster",
-        "mlp",
-        "--json",
-        "--no-require-gpus",
-        "--env",
-        "WORD=it's $HOME",
-        "--setup",
-        "export SET=1",
-    ]
-    shown = finish(start([*argv, "--python", sys.executable, path, "--name", "a b"], tmp_path))
-    assert shown.code == 0, shown.err
-    plan = json.loads(shown.out)
-    assert plan["commands"] == []
-    entry = tmp_path / "entry.sh"
-    entry.write_text(
-        next(file["text"] for file in plan["files"] if file["path"].endswith("/mlp.sh"))
-    )
-    environs = [variables(nodes, index, 2) for index in range(2)]
-    for code, output in launch(nodes, tmp_path, environs, "bash", entry):
-        assert code == 0, output
-    assert [rank["place"] for rank in rank_reports(tmp_path, 4)] == [
-        [0, 4, 0, 2],
-        [1, 4, 0, 2],
-        [0, 4, 1, 2],
-        [1, 4, 1, 2],
-    ]
-    assert rank_reports(tmp_path, 4)[0]["arguments"] == ["--name", "a b"]
-
-
-def test_platform_interface_is_used_where_it_exists(tmp_path: Path, namespaces: None) -> None:
+def test_platform_interface_and_addresses_between_nodes_are_used(
+    tmp_path: Path, namespaces: None
+) -> None:
     with machines(2, "rdma0") as nodes:
+        path = with_paddle(tmp_path)
         environs = [
-            variables(nodes, index, 0) | {"MLP_IFNAME": name}
+            variables(nodes, index, 0) | {"MLP_IFNAME": name, "PYTHONPATH": path}
             for index, name in enumerate(["rdma0", "missing0"])
         ]
-        text = (
-            "import os, pathlib\n"
-            "pathlib.Path(os.environ['RANK']).write_text(os.environ['GLOO_SOCKET_IFNAME'])\n"
-        )
+        text = """
+            import json, os, pathlib
+            rank, names = os.environ["RANK"], ("GLOO_SOCKET_IFNAME", "PADDLE_CURRENT_ENDPOINT")
+            report = json.dumps([os.environ[name].partition(":")[0] for name in names])
+            pathlib.Path(f"rank{rank}.json").write_text(report)
+        """
         for code, output in launch(nodes, tmp_path, environs, *ENTRY, script(tmp_path, text)):
             assert code == 0, output
-    assert [(tmp_path / rank).read_text() for rank in "01"] == ["rdma0", "rdma0"]
+    assert rank_reports(tmp_path, 2) == [["rdma0", node.address] for node in nodes]

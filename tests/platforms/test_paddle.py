@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from launching import ROOT, finish, rank_reports, run, script, start
+from launching import ROOT, rank_reports, run, script, with_paddle
 from namespaces import machines, skip_reason
 from procs import Job
 
@@ -143,13 +143,6 @@ SHOW = """
 """
 
 
-def with_paddle(directory: Path) -> str:
-    """Return a PYTHONPATH with an empty package `paddle`; agents find it but never import it."""
-    (directory / "installed" / "paddle").mkdir(parents=True)
-    (directory / "installed" / "paddle" / "__init__.py").touch()
-    return f"{ROOT}:{directory / 'installed'}"
-
-
 def test_endpoint_list_is_sent_only_to_nodes_with_paddle(
     make_job: Callable[..., Job],
 ) -> None:
@@ -170,8 +163,8 @@ def test_workers_of_two_nodes_get_endpoints_without_conflict(tmp_path: Path) -> 
         "PADDLE_MASTER": "elsewhere:1",
         "PADDLE_TRAINER_ID": "7",
         "CLUSTERJOB_HOME": str(tmp_path / "home"),
+        "PYTHONPATH": with_paddle(tmp_path),
     }
-    inherited["PYTHONPATH"] = with_paddle(tmp_path)
     ran = run([*LOCAL, "--nodes", "2", "--nproc-per-node", "2", "train.py"], tmp_path, inherited)
     assert ran.code == 0, ran.out + ran.err
     ranks = rank_reports(tmp_path, 4)
@@ -187,44 +180,6 @@ def test_workers_of_two_nodes_get_endpoints_without_conflict(tmp_path: Path) -> 
         ] == [str(number), "4", str(number % 2), "2", "2"]
         for name in ("PADDLE_MASTER", "PADDLE_TRAINER_ENDPOINTS"):
             assert own[name] == ranks[0][0][name]
-
-
-def test_endpoints_are_addresses_that_nodes_reach_each_other_by(tmp_path: Path) -> None:
-    reason = skip_reason()
-    if reason:
-        pytest.skip(reason)
-    path = script(tmp_path, SHOW)
-    with machines(2) as nodes:
-        common = {
-            "CLUSTERJOB_NNODES": "2",
-            "CLUSTERJOB_MASTER_ADDR": nodes[0].address,
-            "CLUSTERJOB_NPROC_PER_NODE": "1",
-            "CLUSTERJOB_TOKEN": "secret-of-the-job",
-            "PYTHONPATH": with_paddle(tmp_path),
-        }
-        started = []
-        for index, machine in enumerate(nodes):
-            (tmp_path / str(index)).mkdir()
-            environ = common | {
-                "CLUSTERJOB_NODE_RANK": str(index),
-                "TMPDIR": str(tmp_path / str(index)),
-            }
-            started.append(
-                start(
-                    machine.command(sys.executable, "-m", "clusterjob", "launch", path),
-                    tmp_path,
-                    environ,
-                )
-            )
-        for process in started:
-            ended = finish(process)
-            assert ended.code == 0, ended.out + ended.err
-    for own, _, conflicts in rank_reports(tmp_path, 2):
-        assert conflicts == []
-        assert [item.partition(":")[0] for item in own["PADDLE_TRAINER_ENDPOINTS"].split(",")] == [
-            node.address for node in nodes
-        ]
-        assert own["PADDLE_MASTER"].partition(":")[0] == nodes[0].address
 
 
 # -- training with PaddlePaddle --------------------------------------------------------------------

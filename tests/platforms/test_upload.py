@@ -207,29 +207,6 @@ def printed(job_dir: Path, out: str) -> dict[str, object]:
     return found
 
 
-def test_entry_script_runs_in_uploaded_code_directory(
-    work: Path, job_dir: Path, special_path: Path
-) -> None:
-    (work / "train.py").write_text(SHOW)
-    spec = spec_of(work, env={"WORD": "it's\n$HOME"}, setup=("echo setting up",))
-    staged = upload.stage(spec, job_dir, files=entry(spec, job_dir))
-    ran = run(
-        ["bash", uploaded(staged.root, special_path / "code")],
-        work,
-        ALONE | {"CLUSTERJOB_TOKEN": "secret-of-the-job"},
-    )
-    assert ran.code == 0, ran.err + ran.out
-    assert printed(job_dir, ran.out) == {
-        "at": str(special_path / "code"),
-        "argv": ["train.py"],
-        "token": "secret-of-the-job:t-1",
-        "job": "job-abc",
-        "stream": None,
-        "index": None,
-        "word": "it's\n$HOME",
-    }
-
-
 def test_job_without_sync_runs_in_its_workdir(work: Path, job_dir: Path, tmp_path: Path) -> None:
     (work / "train.py").write_text(SHOW)
     spec = spec_of(work, sync=False)
@@ -261,34 +238,6 @@ def test_entry_script_restores_modes_links_and_empty_directories(
         assert ran.code == 0, ran.err + ran.out
         assert "ran the tool" in ran.out
         assert ran.err == ""
-
-
-def test_array_element_gets_its_index_and_arguments(
-    work: Path, job_dir: Path, tmp_path: Path
-) -> None:
-    (work / "train.py").write_text(SHOW)
-    spec = spec_of(work)
-    files = [
-        *entry(spec, job_dir, elements=True, sweep=True),
-        PlannedFile(job_dir / "sweep.args", b"--lr=0.1 --word='a b'\n--lr=0.2 '$HOME'\n"),
-    ]
-    path = uploaded(upload.stage(spec, job_dir, files=files).root, tmp_path / "code")
-    for arguments, variables in ((["1"], {}), ([], {"CLUSTERJOB_ARRAY_INDEX": "1"})):
-        ran = run(["bash", path, *arguments], work, ALONE | variables)
-        assert ran.code == 0, ran.err + ran.out
-        found = printed(tmp_path / f"seen{len(arguments)}", ran.out)
-        assert (found["argv"], found["index"], found["job"]) == (
-            ["train.py", "--lr=0.2", "$HOME"],
-            "1",
-            "job-abc_1",
-        )
-    for arguments, reason in (
-        ([], "the array index is missing"),
-        (["2"], "the arguments of this element cannot be read"),
-    ):
-        ran = run(["bash", path, *arguments], work, ALONE)
-        assert ran.code == 1
-        assert reason in ran.err
 
 
 @pytest.mark.parametrize(

@@ -51,7 +51,7 @@ def clusterjob(directory: Path, *words: str, **variables: str) -> subprocess.Com
 
 
 @pytest.mark.parametrize("plant", [give_away, open_to_all])
-@pytest.mark.parametrize("words", ["list", "status theirs-1", "clean --all"])
+@pytest.mark.parametrize("words", ["list", "clean --all"])
 def test_no_command_reads_home_that_another_user_can_change(
     tmp_path: Path, plant: Callable[[Path], None], words: str
 ) -> None:

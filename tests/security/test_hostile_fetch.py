@@ -14,7 +14,6 @@ from pathlib import Path
 
 import pytest
 from hostile_host import hostile
-from procs import TEST_TIMEOUT
 from sshsite import Site, close_connections
 from verdicts import wait_for_verdict
 
@@ -202,15 +201,6 @@ def test_code_found_equal_by_earlier_fetch_is_not_replaced(site: Site, record: R
         assert site.path("train.py").read_text() == "mine\n"
 
 
-def test_result_that_was_not_edited_here_is_updated(
-    site: Site, record: Record, tmp_path: Path
-) -> None:
-    for mtime, text in enumerate(("one", "two and more", "abc and more")):
-        with hostile(site.ssh_network.hosts["gpu1"], sender(file("runs/log", text, mtime=mtime))):
-            assert fetch(record, tmp_path / "here").written == ["runs/log"]
-        assert (tmp_path / "here" / "runs" / "log").read_text() == text
-
-
 def test_modes_of_fetched_files_do_not_exceed_umask(
     site: Site, record: Record, tmp_path: Path
 ) -> None:
@@ -258,24 +248,6 @@ def test_file_is_not_written_through_a_link_from_host(
     assert not (tmp_path / "f").exists()
 
 
-def test_exceeded_file_count_or_size_limit_names_its_option(
-    site: Site, record: Record, tmp_path: Path
-) -> None:
-    with hostile(
-        site.ssh_network.hosts["gpu1"],
-        sender(*(file(f"f{number}", "x" * 1000) for number in range(20))),
-    ):
-        for limits, why in (
-            (FetchLimits(files=10), "--max-files"),
-            (FetchLimits(size=10_000), "--max-size"),
-        ):
-            with pytest.raises(ClusterJobError, match="gpu1: ") as caught:
-                fetch(record, tmp_path / "here", limits=limits)
-            assert why in caught.value.hint
-        assert tree(tmp_path / "here") == []
-        assert len(fetch(record, tmp_path / "here", limits=FetchLimits(20, 20_000)).written) == 20
-
-
 def test_fetch_options_set_file_count_and_size_limits(
     site: Site, record: Record, tmp_path: Path
 ) -> None:
@@ -288,16 +260,9 @@ def test_fetch_options_set_file_count_and_size_limits(
         (["--max-size", "3M"], 1),
         (["--max-size", "10M", "--max-files", "100"], 0),
     ):
-        process = site.command(
-            "fetch",
-            record.job_id,
-            "--to",
-            str(tmp_path / "here"),
-            *options,
-            stdin=subprocess.DEVNULL,
+        _, _, err = site.run(
+            "fetch", record.job_id, "--to", str(tmp_path / "here"), *options, code=expected
         )
-        _, err = process.communicate(timeout=TEST_TIMEOUT)
-        assert process.returncode == expected, err
         assert ("--max" in err) == bool(expected)
 
 
@@ -305,9 +270,7 @@ def test_fetch_options_set_file_count_and_size_limits(
     "answer",
     [
         '{"lengths": [5]}, b"abcde"',
-        '{"lengths": []}, b""',
         '{"lengths": [4]}, b"ab"',
-        '{"lengths": [-1]}, b""',
         '{"lengths": "4"}, b"abcd"',
     ],
 )

@@ -31,7 +31,7 @@ def clone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return clone
 
 
-@pytest.mark.parametrize("more", ["", ":", ":."])
+@pytest.mark.parametrize("more", ["", ":."])
 def test_doctor_in_clone_imports_no_module_of_the_clone(
     clone: Path, tmp_path: Path, more: str
 ) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import pty
 import stat
 import subprocess
 import sys
@@ -14,7 +13,9 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from procs import TEST_TIMEOUT
+from launching import Run, finish
+from preloaded import Preloaded
+from terminals import Terminal
 
 from clusterjob.core import trust
 from clusterjob.core.config import resolve
@@ -24,15 +25,16 @@ from clusterjob.errors import ConfigError, Untrusted
 
 NOBODY = 65534
 BACKENDS = ("local", "slurm", "ssh", "mlp")
-CLUSTERJOB = [sys.executable, "-m", "clusterjob"]
+CLUSTERJOB = ["-m", "clusterjob"]
 needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="a second user needs root")
 
 
 class Clone:
     """A cloned repository whose configuration creates a marker file when it is executed."""
 
-    def __init__(self, root: Path) -> None:
+    def __init__(self, root: Path, commands: Preloaded) -> None:
         self.root = root
+        self.commands = commands
         self.mark = root.parent / "executed"
         root.mkdir()
         (root / "train.py").write_text("print('trained')\n")
@@ -59,18 +61,15 @@ class Clone:
         path.write_text(text)
         return path
 
-    def call(
-        self, *args: str, cwd: Path | None = None, stdin: int = subprocess.DEVNULL
-    ) -> subprocess.CompletedProcess[str]:
-        return subprocess.run(
-            [*CLUSTERJOB, *args],
-            cwd=cwd or self.root,
-            capture_output=True,
-            text=True,
-            stdin=stdin,
-            timeout=TEST_TIMEOUT,
-            check=False,
-        )
+    def call(self, *args: str) -> Run:
+        return finish(self.commands.start_program([*CLUSTERJOB, *args], self.root, os.environ))
+
+    def on_terminal(self, answers: str, *args: str) -> tuple[int, str]:
+        """Run a command on a terminal with answers typed ahead; return its exit code and output."""
+        argv = [sys.executable, *CLUSTERJOB, *args]
+        with Terminal(argv, cwd=self.root, controlling=True) as terminal:
+            terminal.type(answers.encode())
+            return terminal.finish(), terminal.shown.decode()
 
     @property
     def executed(self) -> bool:
@@ -78,8 +77,8 @@ class Clone:
 
 
 @pytest.fixture
-def clone(tmp_path: Path) -> Clone:
-    return Clone(tmp_path / "clone")
+def clone(tmp_path: Path, preloaded_commands: Preloaded) -> Clone:
+    return Clone(tmp_path / "clone", preloaded_commands)
 
 
 @pytest.fixture
@@ -89,9 +88,9 @@ def outside(tmp_path: Path) -> Path:
     return path
 
 
-def assert_refused(done: subprocess.CompletedProcess[str], *lines: str) -> None:
-    assert (done.returncode, done.stdout) == (2, ""), done
-    first, *shown, hint = done.stderr.splitlines()
+def assert_refused(done: Run, *lines: str) -> None:
+    assert (done.code, done.out) == (2, ""), done
+    first, *shown, hint = done.err.splitlines()
     assert first.startswith("clusterjob: error: ")
     assert "is not trusted, and this command would execute or follow" in first
     assert [line for line in lines if f"  {line}" not in shown] == []
@@ -106,14 +105,6 @@ def owned_by_nobody(clone: Clone) -> str:
     return "it belongs to nobody (uid 65534)"
 
 
-def link_owned_by_nobody(clone: Clone) -> str:
-    path = clone.root / "clusterjob.toml"
-    path.rename(clone.root.parent / "other.toml")
-    path.symlink_to(clone.root.parent / "other.toml")
-    os.lchown(path, NOBODY, NOBODY)
-    return "it belongs to nobody (uid 65534)"
-
-
 def world_writable(clone: Clone) -> str:
     (clone.root / "clusterjob.toml").chmod(0o666)
     return "everyone can write to it (mode 0666)"
@@ -122,11 +113,6 @@ def world_writable(clone: Clone) -> str:
 def in_world_writable_directory(clone: Clone) -> str:
     clone.root.chmod(0o777)
     return f"{clone.root}: everyone can write to it (mode 0777)"
-
-
-def in_directory_of_nobody(clone: Clone) -> str:
-    os.chown(clone.root, NOBODY, NOBODY)
-    return f"{clone.root}: it belongs to nobody (uid 65534)"
 
 
 def below_world_writable_parent(clone: Clone) -> str:
@@ -140,10 +126,8 @@ def below_world_writable_parent(clone: Clone) -> str:
     "spoil",
     [
         owned_by_nobody,
-        link_owned_by_nobody,
         world_writable,
         in_world_writable_directory,
-        in_directory_of_nobody,
         below_world_writable_parent,
     ],
 )
@@ -153,16 +137,16 @@ def test_config_file_that_another_user_could_write_is_ignored_with_one_line(
 ) -> None:
     why = spoil(clone)
     done = clone.call("run", "--cluster", "local", "train.py")
-    assert (done.returncode, done.stdout.strip()) == (0, "trained"), done.stderr
+    assert (done.code, done.out.strip()) == (0, "trained"), done.err
     assert (
-        done.stderr.splitlines()[0]
+        done.err.splitlines()[0]
         == f"clusterjob: {clone.root / 'clusterjob.toml'} is ignored: {why}"
     )
     assert not clone.executed
     assert resolve({}, "local", environ={}, directory=clone.root, backends=BACKENDS).values == {}
     done = clone.call("trust", "--yes")
-    assert done.returncode == 2
-    assert f"is ignored: {why}" in done.stderr
+    assert done.code == 2
+    assert f"is ignored: {why}" in done.err
 
 
 @needs_root
@@ -233,11 +217,8 @@ def test_config_file_of_user_in_sticky_directory_is_used(clone: Clone) -> None:
     "args",
     [
         ("run", "train.py"),
-        ("run", "-m", "pkg"),
         ("run", "--", "./run.sh"),
-        ("submit", "train.py"),
-        ("submit", "--", "sleep", "30"),
-        ("doctor",),
+        ("submit", "-m", "pkg"),
     ],
 )
 def test_every_command_is_refused_until_config_file_is_trusted(
@@ -251,25 +232,11 @@ def test_every_command_is_refused_until_config_file_is_trusted(
 @pytest.mark.parametrize(("answer", "code"), [("n\n", 2), ("y\n", 0)])
 @pytest.mark.usefixtures("plain_python")
 def test_command_on_terminal_asks_once_and_goes_on(clone: Clone, answer: str, code: int) -> None:
-    ours, theirs = pty.openpty()
     args = ("run", "--cluster", "local", "train.py")
-    try:
-        os.write(ours, answer.encode())
-        done = subprocess.run(
-            [*CLUSTERJOB, *args],
-            cwd=clone.root,
-            stdin=theirs,
-            stdout=subprocess.PIPE,
-            stderr=theirs,
-            timeout=TEST_TIMEOUT,
-            check=False,
-        )
-    finally:
-        os.close(ours)
-        os.close(theirs)
-    assert (done.returncode, b"trained" in done.stdout) == (code, code == 0)
+    found, shown = clone.on_terminal(answer, *args)
+    assert (found, "trained" in shown) == (code, code == 0), shown
     assert clone.executed is (code == 0)
-    assert clone.call(*args).returncode == code, "the answer is kept"
+    assert clone.call(*args).code == code, "the answer is kept"
 
 
 @pytest.mark.usefixtures("plain_python")
@@ -279,9 +246,9 @@ def test_program_outside_project_is_refused_until_config_file_is_trusted(
     args = ("run", "--cluster", "local", str(outside))
     assert_refused(clone.call(*args), f'[defaults] setup = ["touch {clone.mark}"]')
     assert not clone.executed
-    assert clone.call("trust", "--yes").returncode == 0
+    assert clone.call("trust", "--yes").code == 0
     done = clone.call(*args)
-    assert (done.returncode, done.stdout.strip()) == (0, "mine"), done.stderr
+    assert (done.code, done.out.strip()) == (0, "mine"), done.err
     assert clone.executed
 
 
@@ -303,18 +270,11 @@ def test_doctor_and_hosts_are_refused_until_config_file_is_trusted(clone: Clone)
         clone.call("hosts", "trust", "evil", "--cluster", "hpc", "--fingerprint", "SHA256:x"), hpc
     )
     assert not clone.executed
-    assert clone.call("trust", "--yes").returncode == 0
+    assert clone.call("trust", "--yes").code == 0
     done = clone.call("hosts", "--cluster", "hpc")
-    assert done.returncode == 1
-    assert "evil" in done.stdout
+    assert done.code == 1
+    assert "evil" in done.out
     assert clone.executed
-
-
-def test_fetch_and_env_execute_nothing_of_config_file(clone: Clone) -> None:
-    assert clone.call("env").returncode in (0, 1)
-    done = clone.call("fetch", "no-such-job")
-    assert (done.returncode, "no job" in done.stderr) == (2, True)
-    assert not clone.executed
 
 
 @pytest.mark.parametrize(
@@ -436,13 +396,13 @@ def test_trust_ends_when_config_file_or_a_file_it_names_changes(
         lambda: (clone.root / "ssh_config").write_text("ProxyCommand evil\n"),
     ):
         change()
-        assert clone.call(*args).returncode == 2
-        assert clone.call("trust", str(clone.root / "clusterjob.toml"), "--yes").returncode == 0
-        assert clone.call(*args).returncode == 0
+        assert clone.call(*args).code == 2
+        assert clone.call("trust", str(clone.root / "clusterjob.toml"), "--yes").code == 0
+        assert clone.call(*args).code == 0
     (clone.root / "clusterjob.toml").write_text(
         (clone.root / "clusterjob.toml").read_text().replace("max_restarts = 1", "nodes = 1")
     )
-    assert clone.call(*args).returncode == 0
+    assert clone.call(*args).code == 0
 
 
 @pytest.mark.parametrize("options", ["['ssh_config=ssh_config']", "{ssh_config = 'ssh_config'}"])
@@ -490,10 +450,6 @@ def test_pipe_device_or_huge_file_named_in_config_is_refused_by_name(
     "args",
     [
         ("render", "train.py"),
-        ("submit", "--dry-run", "train.py"),
-        ("run", "train.py"),
-        ("doctor",),
-        ("hosts",),
         ("trust", "--yes"),
     ],
 )
@@ -503,43 +459,37 @@ def test_commands_refuse_a_pipe_named_in_config_without_waiting(
     os.mkfifo(clone.root / "pipe")
     clone.config("[defaults]\nhostfile = 'pipe'\n")
     done = clone.call(*args)
-    assert done.returncode == 2
-    assert "pipe is no regular file of at most" in done.stderr
+    assert done.code == 2
+    assert "pipe is no regular file of at most" in done.err
 
 
 def test_trust_of_one_path_does_not_cover_same_content_elsewhere(
     clone: Clone, tmp_path: Path
 ) -> None:
-    assert clone.call("trust", "--yes").returncode == 0
-    other = Clone(tmp_path / "other")
+    assert clone.call("trust", "--yes").code == 0
+    other = Clone(tmp_path / "other", clone.commands)
     other.config((clone.root / "clusterjob.toml").read_text())
     assert_refused(other.call("doctor", "--cluster", "local"))
 
 
 def test_trust_without_terminal_needs_yes_and_shows_lines(clone: Clone) -> None:
     done = clone.call("trust")
-    assert done.returncode == 2
-    assert f'  [defaults] setup = ["touch {clone.mark}"]\n' in done.stderr
-    assert "--yes" in done.stderr
+    assert done.code == 2
+    assert f'  [defaults] setup = ["touch {clone.mark}"]\n' in done.err
+    assert "--yes" in done.err
     assert_refused(clone.call("doctor", "--cluster", "local"))
 
 
 @pytest.mark.parametrize(("answer", "code"), [("n\n", 1), ("y\n", 0)])
 def test_trust_on_terminal_asks_for_confirmation(clone: Clone, answer: str, code: int) -> None:
-    ours, theirs = pty.openpty()
-    try:
-        os.write(ours, answer.encode())
-        assert clone.call("trust", stdin=theirs).returncode == code
-    finally:
-        os.close(ours)
-        os.close(theirs)
-    assert (clone.call("doctor", "--cluster", "hpc").returncode == 2) is (code == 1)
+    assert clone.on_terminal(answer, "trust")[0] == code
+    assert (clone.call("doctor", "--cluster", "hpc").code == 2) is (code == 1)
 
 
 def test_trust_record_is_private_and_ignored_when_others_can_write_it(clone: Clone) -> None:
     before = os.umask(0)
     try:
-        assert clone.call("trust", "--yes").returncode == 0
+        assert clone.on_terminal("", "trust", "--yes")[0] == 0
     finally:
         os.umask(before)
     place = Path(os.environ["XDG_CONFIG_HOME"]) / "clusterjob" / "trusted.json"
@@ -551,17 +501,13 @@ def test_trust_record_is_private_and_ignored_when_others_can_write_it(clone: Clo
     assert not trust.is_trusted(file.path, file.data), "others could have written it"
 
 
-def test_trust_of_path_without_clusterjob_configuration_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "pyproject.toml").write_text("[project]\nname = 'x'\n")
+def test_trust_of_path_without_clusterjob_configuration_is_refused(clone: Clone) -> None:
+    (clone.root / "clusterjob.toml").unlink()
+    (clone.root / "pyproject.toml").write_text("[project]\nname = 'x'\n")
     for name in ("", "pyproject.toml", "nowhere.toml"):
-        done = subprocess.run(
-            [*CLUSTERJOB, "trust", str(tmp_path / name), "--yes"],
-            capture_output=True,
-            text=True,
-            check=False,
-        )
-        assert done.returncode == 2, done
-        assert done.stderr.startswith("clusterjob: error: ")
+        done = clone.call("trust", str(clone.root / name), "--yes")
+        assert done.code == 2, done
+        assert done.err.startswith("clusterjob: error: ")
 
 
 # -- (d) commands that execute nothing -------------------------------------------------------------
@@ -579,6 +525,7 @@ def test_read_only_commands_execute_nothing_of_project(clone: Clone) -> None:
     )
     clone.config(f"cluster = 'hpc'\n{text}{clone.profile()}")
     for args in (
+        ["env"],
         ["submit", "--dry-run", "train.py"],
         ["render", "train.py"],
         ["render", "--cluster", "local", "--", "true"],
@@ -590,8 +537,8 @@ def test_read_only_commands_execute_nothing_of_project(clone: Clone) -> None:
         ["trust"],
     ):
         done = clone.call(*args)
-        assert done.returncode == (2 if args == ["trust"] else 0), done
-    assert clone.call("render", "--template", "evil.j2", "train.py").returncode == 2
+        assert done.code == (2 if args == ["trust"] else 0), done
+    assert clone.call("render", "--template", "evil.j2", "train.py").code == 2
     assert not clone.executed
 
 
@@ -599,26 +546,20 @@ def test_read_only_commands_execute_nothing_of_project(clone: Clone) -> None:
     ("answers", "trusted"), [("", False), ("\n\nn\n", False), ("\n\ny\n", True)]
 )
 def test_init_runs_no_interpreter_of_project_and_asks_before_it_is_trusted(
-    tmp_path: Path, answers: str, trusted: bool
+    clone: Clone, answers: str, trusted: bool
 ) -> None:
     """Without answers, init takes what it finds (--yes)."""
-    clone, python = Clone(tmp_path / "clone"), tmp_path / "clone" / ".venv" / "bin" / "python"
+    python = clone.root / ".venv" / "bin" / "python"
     (clone.root / "clusterjob.toml").unlink()
     (clone.root / ".venv/lib/python3.99/site-packages/torch").mkdir(parents=True)
     (clone.root / ".venv/lib/python3.99/site-packages/torch/__init__.py").touch()
     python.parent.mkdir()
     python.write_text(f'#!/bin/sh\ntouch {clone.mark}\nexec {sys.executable} "$@"\n')
     python.chmod(0o755)
-    ours, theirs = pty.openpty()
-    try:
-        os.write(ours, answers.encode())
-        done = clone.call("init", *([] if answers else ["--yes"]), stdin=theirs)
-    finally:
-        os.close(ours)
-        os.close(theirs)
-    assert (done.returncode, clone.executed) == (0, False), done.stderr
-    assert str(python) in done.stderr
-    assert ("`clusterjob trust` trusts the file" in done.stderr) is not trusted
+    code, shown = clone.on_terminal(answers, "init", *([] if answers else ["--yes"]))
+    assert (code, clone.executed) == (0, False), shown
+    assert str(python) in shown
+    assert ("`clusterjob trust` trusts the file" in shown) is not trusted
     file = project_file(clone.root)
     assert file.data["clusters"]["local"]["python"] == str(python)
     assert trust.is_trusted(file.path, file.data) is trusted
@@ -645,11 +586,6 @@ def test_function_needs_trust_as_a_script_does(clone: Clone) -> None:
     done = subprocess.run(argv, cwd=clone.root, capture_output=True, text=True, check=False)
     assert (done.returncode, done.stdout, clone.executed) == (1, "", False)
     assert "Untrusted" in done.stderr
-    assert clone.call("trust", "--yes").returncode == 0
+    assert clone.call("trust", "--yes").code == 0
     done = subprocess.run(argv, cwd=clone.root, capture_output=True, text=True, check=False)
     assert (done.returncode, done.stdout) == (0, "7\n"), done.stderr
-
-
-def test_project_file_of_directory_without_configuration_is_an_error(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError):
-        project_file(tmp_path)

@@ -20,7 +20,6 @@ from servers import webhook
 from slurm_user import User
 from sshsite import Site, output_lines
 from verdicts import wait_for_verdict
-from volc_platform import Platform
 
 from clusterjob.core import job_settings
 from clusterjob.core.job_secrets import Secret, packed
@@ -157,33 +156,6 @@ def test_secret_of_ssh_job_is_in_one_file_per_host_and_none_here(
     for host in ("gpu1", "gpu2"):
         assert exposed_files([site.ssh_network.hosts[host].home]) == []
         assert (site.remote_dir(record, host) / "secrets").stat().st_mode & 0o777 == 0o600
-
-
-def test_secret_of_mlp_job_is_sent_as_private_variable(
-    volc: Platform, work: Path, flags: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    for name, value in volc.variables.items():
-        monkeypatch.setenv(name, value)
-    monkeypatch.setenv("CLUSTERJOB_REQUIRE_GPUS", "0")  # the machines have none
-    sets = {
-        "image": "cr.example.com/train:1",
-        "queue": "train",
-        "flavor": "ml.pni3ln.8xlarge",
-        "poll": "0.2",
-    }
-    options = [
-        "--cluster",
-        "mlp",
-        *(word for key, value in sets.items() for word in ("--set", f"{key}={value}")),
-    ]
-    dry = json.loads(clusterjob(work, "render", "--json", *options, *flags, "tell.py").stdout)
-    assert dry["secrets"] == ["MY_KEY", "MY_TOKEN"]
-    job_id = clusterjob(work, "submit", *options, *flags, "tell.py").stdout.strip()
-    clusterjob(work, "wait", job_id)
-    output = clusterjob(work, "logs", job_id).stdout
-    assert " ".join(DIGESTS) in output
-    assert VALUE not in json.dumps(volc.calls())
-    assert exposed_files([home(), work]) == []
 
 
 def test_plan_names_secrets_and_shows_no_value(work: Path, flags: list[str]) -> None:

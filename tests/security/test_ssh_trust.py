@@ -6,18 +6,16 @@ The tests use real servers.
 from __future__ import annotations
 
 import os
-import pty
 import socket
-import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from procs import TEST_TIMEOUT
 from ssh_network import SshNetwork, checked_output
 from sshsite import Site
+from terminals import Terminal
 
 from clusterjob.core.hosts import Host
 from clusterjob.errors import HostError
@@ -84,56 +82,9 @@ def test_hosts_trust_does_not_record_revoked_key(site: Site, revoked: Path) -> N
         "--fingerprint",
         host.fingerprint,
     ]
-    process = site.command(*args, stdin=subprocess.DEVNULL)
-    _, err = process.communicate(timeout=TEST_TIMEOUT)
-    assert (process.returncode, "is revoked" in err) == (1, True)
+    code, _, err = site.run(*args)
+    assert (code, "is revoked" in err) == (1, True)
     assert site.ssh_network.known_hosts.read_text() == ""
-
-
-def test_certificate_of_revoked_authority_is_refused(
-    ssh_network: SshNetwork, pool: Pool, tmp_path: Path
-) -> None:
-    checked_output("ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", tmp_path / "ca")
-    authority = " ".join(Path(f"{tmp_path}/ca.pub").read_text().split()[:2])
-    host = ssh_network.hosts["gpu3"]
-    checked_output(
-        "ssh-keygen",
-        "-q",
-        "-s",
-        tmp_path / "ca",
-        "-I",
-        "gpu3",
-        "-h",
-        "-n",
-        "10.77.0.3",
-        host.directory / "host_key.pub",
-    )
-    ssh_network.known_hosts.write_text(f"@cert-authority * {authority}\n")
-    host.stop()
-    host.start(HostCertificate=str(host.directory / "host_key-cert.pub"))
-    try:
-        assert accepts(pool, "gpu3")
-        (tmp_path / "revoked").write_text(f"{authority}\n")
-        checked_output(
-            "ssh-keygen",
-            "-q",
-            "-k",
-            "-f",
-            tmp_path / "krl",
-            "-s",
-            tmp_path / "ca.pub",
-            host.directory / "host_key-cert.pub",
-        )
-        for file in ("revoked", "krl"):
-            ssh_network.write_config(RevokedHostKeys=str(tmp_path / file))
-            fresh = Pool(ConnectOptions(10.0, ssh_config=ssh_network.config))
-            assert refusal(fresh, "gpu3") == f"gpu3: its key is revoked ({tmp_path / file})"
-            fresh.close()
-    finally:
-        pool.close()
-        host.stop()
-        (host.directory / "host_key-cert.pub").unlink()
-        host.start()
 
 
 @pytest.mark.parametrize("transport", ["auto", "paramiko", "openssh"])
@@ -204,9 +155,7 @@ def test_hosts_trust_without_fingerprint_or_terminal_records_no_key(site: Site) 
     ssh_network = site.ssh_network
     ssh_network.known_hosts.write_text("")
     args = ["hosts", "trust", "gpu1", "--set", f"ssh_config={ssh_network.config}"]
-    process = site.command(*args, stdin=subprocess.DEVNULL)
-    _, err = process.communicate(timeout=TEST_TIMEOUT)
-    assert process.returncode == 1
+    _, _, err = site.run(*args, code=1)
     assert ssh_network.hosts["gpu1"].fingerprint in err
     assert "--fingerprint" in err
     assert ssh_network.known_hosts.read_text() == ""
@@ -215,28 +164,10 @@ def test_hosts_trust_without_fingerprint_or_terminal_records_no_key(site: Site) 
 def test_hosts_trust_on_terminal_records_key(site: Site) -> None:
     ssh_network = site.ssh_network
     ssh_network.known_hosts.write_text("")
-    ours, theirs = pty.openpty()
-    args = [
-        sys.executable,
-        "-m",
-        "clusterjob",
-        "hosts",
-        "trust",
-        "gpu1",
-        "--set",
-        f"ssh_config={ssh_network.config}",
-    ]
-    done = subprocess.run(
-        args,
-        cwd=site.directory,
-        stdin=theirs,
-        capture_output=True,
-        timeout=TEST_TIMEOUT,
-        check=False,
-    )
-    for handle in (ours, theirs):
-        os.close(handle)
-    assert done.returncode == 0, done.stderr
+    option = ("--set", f"ssh_config={ssh_network.config}")
+    argv = [sys.executable, "-m", "clusterjob", "hosts", "trust", "gpu1", *option]
+    with Terminal(argv, cwd=site.directory, controlling=True) as terminal:
+        assert terminal.finish() == 0, terminal.shown
     assert ssh_network.hosts["gpu1"].public_key in ssh_network.known_hosts.read_text()
 
 
@@ -244,10 +175,7 @@ def test_hosts_trust_on_terminal_records_key(site: Site) -> None:
     "user",
     [
         "$(touch${IFS}$M)",
-        "`touch${IFS}$M`",
         "root;touch${IFS}$M;",
-        "a|touch${IFS}$M",
-        "a&touch${IFS}$M&",
     ],
 )
 def test_user_name_with_shell_command_is_refused_before_proxy_command_runs(
@@ -257,7 +185,5 @@ def test_user_name_with_shell_command_is_refused_before_proxy_command_runs(
     mark = tmp_path / "mark"
     monkeypatch.setenv("M", str(mark))
     args = ["hosts", "--hosts", f"{user}@gpu1", "--set", f"ssh_config={site.ssh_network.config}"]
-    process = site.command(*args, stdin=subprocess.DEVNULL)
-    _, err = process.communicate(timeout=TEST_TIMEOUT)
-    assert process.returncode == 2, err
+    site.run(*args, code=2)
     assert not mark.exists()

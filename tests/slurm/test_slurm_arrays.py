@@ -9,7 +9,6 @@ from pathlib import Path
 
 import pytest
 from procs import TEST_TIMEOUT, wait_for_no_processes, wait_until
-from servers import webhook
 from slurm_user import PROMPT, SLEEPER, User
 
 COUNT = (
@@ -74,35 +73,6 @@ def test_sweep_is_one_sbatch_call_and_each_element_is_job(user: User) -> None:
 
 
 @pytest.mark.slow
-def test_array_notifies_of_first_failure_and_end_and_job_of_failed_setup_line(user: User) -> None:
-    with webhook() as hook:
-        flags = ("--notify", hook.url, "--env", "FAIL=1", "--array", "0-2")
-        job_id = user.submit(ECHO, *flags)
-        user("wait", job_id, code=5)
-        wait_until(lambda: len(hook.received) == 2, TEST_TIMEOUT, "two messages")
-        # The elements run at the same time: the messages arrive in any order.
-        end, first = sorted(hook.received, key=lambda message: len(message["title"]))
-        assert first["title"] == f"{job_id}_1 FAILED"
-        assert "on slurm: FAILED, exit code 5" in first["message"]
-        assert end["title"] == f"{job_id} FAILED"
-        assert "3 elements: 1 FAILED, 2 SUCCEEDED" in end["message"]
-    told = ("--notify-cmd", 'printf %s "$CLUSTERJOB_NOTIFY_TEXT" > told.new; mv told.new told')
-    failed = user.submit(ECHO, *told, "--setup", "no-such-command")
-    user("wait", failed, code=127)
-    user.wait_for("told")
-    first_line, reason, _ = user.path("told").read_text().splitlines()
-    assert first_line == f"script ({failed}) on slurm: FAILED, exit code 127"
-    assert reason.endswith("a setup line failed: no-such-command")
-    assert b"pa55word" not in b"".join(
-        path.read_bytes()
-        for folder in (user.home, user.directory)
-        for path in folder.rglob("*")
-        if path.is_file() and path.name != "secrets"
-    )
-    wait_for_no_processes(PROMPT)
-
-
-@pytest.mark.slow
 def test_elements_are_cancelled_singly_and_together(user: User) -> None:
     """Elements that have not started and have no directory yet are cancelled, too."""
     text = SLEEPER.replace("os.environ['RANK']", "os.environ['CLUSTERJOB_ARRAY_INDEX']")
@@ -134,21 +104,6 @@ def test_elements_are_cancelled_singly_and_together(user: User) -> None:
 
 
 @pytest.mark.slow
-def test_failed_rank_of_element_is_named_with_srun_launcher(user: User) -> None:
-    text = (
-        "import os, sys\nsys.exit(3 * (os.environ['SLURM_PROCID'] == '1' "
-        "and os.environ['CLUSTERJOB_ARRAY_INDEX'] == '1'))"
-    )
-    job_id = user.submit(text, "--array", "0-1", "--nodes", "2", "--launcher", "srun")
-    message = user("wait", job_id, code=3).stderr
-    assert f"job {job_id}_0 SUCCEEDED" in message
-    assert re.search(
-        rf"job {job_id}_1 FAILED: rank 1 \(node 1, local rank 0, host n\d\): exited with code 3",
-        message,
-    ), message
-
-
-@pytest.mark.slow
 def test_array_longer_than_max_array_size_is_split(user: User) -> None:
     with user.slurm.configured(MaxArraySize=10):
         notes = user.command_first_on_path("sbatch", COUNT)
@@ -170,28 +125,6 @@ def test_array_longer_than_max_array_size_is_split(user: User) -> None:
             *(f"{ids[1]}_{index}" for index in (0, 1, 2)),
             f"{ids[2]}_9",
         ]
-
-        # If the record has no ids, each part of the array is found by its comment.
-        held = user.submit(ECHO, "--array", "0-25", "--set", "hold=true")
-        record = user.home / "records" / f"{held}.json"
-        data = json.loads(record.read_text())
-        ids = data["handle"]["data"]["ids"]
-        record.write_text(json.dumps(data | {"handle": None, "submitter": None}))
-        for path in user.home.glob("slurm/*"):
-            path.unlink()
-        # This command shows the record as it was read; it finds and stores the ids afterwards.
-        assert [job["backend_id"] for job in user.jobs(held)] == [None] * 26
-        assert json.loads(record.read_text())["handle"]["data"]["ids"] == ids
-        assert {job["state"] for job in user.jobs(held)} == {"PENDING"}
-        assert [job["backend_id"] for job in user.jobs(held)] == [
-            f"{ids[index // 10]}_{index % 10}" for index in range(26)
-        ]
-        user("cancel", held)
-        assert {job["reason"] for job in user.jobs(held)} in (
-            {"it is being cancelled"},
-            {"cancelled before it started"},
-        )
-        user("wait", held, code=143)
 
 
 def test_refused_part_of_array_cancels_earlier_parts(user: User) -> None:

@@ -6,7 +6,6 @@ import contextlib
 import json
 import os
 import signal
-import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -16,7 +15,6 @@ from procs import below, wait_until
 from slurm_cluster import SlurmCluster
 from slurm_user import User
 
-from clusterjob.core.bad_hosts import BadHost, BadHosts
 from clusterjob.node.rendezvous import succession
 
 pytestmark = pytest.mark.slow
@@ -73,25 +71,6 @@ def test_job_goes_on_with_its_spare_node_when_slurm_loses_a_node(user: User) -> 
     assert user.slurm.wait_for_job(user.slurm_id(job))["JobState"] == "COMPLETED"
 
 
-def test_half_of_a_job_goes_on_only_where_slurm_says_that_its_node_is_up(user: User) -> None:
-    """Slurm may confirm to the other half that this node is lost, so this half asks too."""
-    job = user.submit(GUEST, "--nodes", "1:2")
-    user.wait_for("up0.0", "up0.1", timeout=TEST_TIMEOUT)
-    user.slurm.freeze_controller()
-    try:
-        lose_node(user, 2)
-        log = user.directory_of(job) / "events.jsonl"
-        wait_until(lambda: "does not confirm" in log.read_text(), TEST_TIMEOUT, "the question")
-        assert not user.path("up1.0").exists()
-    finally:
-        user.slurm.thaw_controller()
-    user.wait_for("up1.0", timeout=TEST_TIMEOUT)
-    user.path("leave").touch()
-    end = user.wait_for_state(job, "SUCCEEDED", timeout=TEST_TIMEOUT)
-    assert end["restarts"] == 1
-    assert "round 1 rank 0 of 1 on n1" in user.output(job)
-
-
 def has_ended(node: str) -> bool:
     """Ask as an agent on another machine, which sees no process of the coordinator's node."""
     state: Any = SimpleNamespace(host=node, process="another-machine 1 1")
@@ -112,17 +91,6 @@ def test_slurm_confirms_only_nodes_that_are_down(slurm: SlurmCluster) -> None:
         slurm.run("scontrol", "update", "nodename=n[3-4]", "state=resume")
 
 
-def test_slurm_confirms_a_node_whose_slurmd_is_killed_when_it_gives_the_node_up(
-    slurm: SlurmCluster,
-) -> None:
-    slurm.kill_node(3)
-    assert not has_ended("n3")  # Slurm waits 15 s: SlurmdTimeout
-    wait_until(lambda: has_ended("n3"), TEST_TIMEOUT, "Slurm to give n3 up")
-    assert not has_ended("n2")
-    slurm.restore()
-    assert not has_ended("n3")
-
-
 def test_elastic_job_starts_with_the_nodes_that_slurm_has(user: User) -> None:
     user.slurm.run("scontrol", "update", "nodename=n4", "state=drain", "reason=test")
     try:
@@ -136,22 +104,6 @@ def test_elastic_job_starts_with_the_nodes_that_slurm_has(user: User) -> None:
     user.wait_for_state(job, "SUCCEEDED", timeout=TEST_TIMEOUT)
     assert "round 0 rank 2 of 3 on n3" in user.output(job)
     assert "round 1 rank 1 of 2 on n2" in user.output(job)
-
-
-def test_later_jobs_avoid_a_blamed_node_if_there_are_enough_others(user: User) -> None:
-    now = time.time()
-    bad = {
-        name: BadHost(name, "device", job="train-1", at=now, why="ECC error")
-        for name in ("n1", "n4")
-    }
-    BadHosts("slurm")._write(bad, {})
-    done = user.run("import os; print(os.environ['SLURMD_NODENAME'])")
-    assert "avoids n1 (device in job train-1, " in done.stderr
-    assert "n2" in done.stdout
-    done = user.run("import os; print(os.environ['SLURMD_NODENAME'])", "--exclude", "n2")
-    assert "n3" in done.stdout
-    done = user.run("print('up')", "--nodes", "4")
-    assert "avoids" not in done.stderr  # the job needs all nodes
 
 
 def test_requeued_job_leaves_out_the_node_that_caused_a_failure(user: User) -> None:

@@ -30,11 +30,3 @@ def test_stacks_are_saved_before_scancel(user: User) -> None:
     ]  # fmt: skip
     assert all(each["answered"] for each in data["ranks"])
     assert "stacks of 4 ranks: logs/node0/stacks.txt" in user("status", job_id).stdout
-
-
-def test_job_that_hangs_ends_with_kind_hang(user: User) -> None:
-    job_id = user.submit(WAITING, *OPTIONS, "--hang-timeout", "4s")
-    job = user.wait_for_state(job_id, "FAILED")
-    result = json.loads((user.directory_of(job_id) / "result.json").read_text())
-    assert result["failure"]["kind"] == "hang", job
-    assert result["evidence_ranks"] == 4

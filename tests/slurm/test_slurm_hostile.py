@@ -7,11 +7,9 @@ import json
 import os
 from pathlib import Path
 
-import pytest
-from hypothesis import HealthCheck, Phase, example, given, settings
-from hypothesis import strategies as st
+from commands import CLUSTERJOB
 from procs import wait_for_no_processes
-from slurm_user import CLUSTERJOB, PROMPT, User
+from slurm_user import PROMPT, User
 
 # Prints its arguments, environment and paths as encoded bytes.
 WITNESS = """
@@ -53,84 +51,10 @@ INJECTIONS = (
     "EOF",
     "{{ 7 }}",
 )
-TEXTS = st.sampled_from(INJECTIONS) | st.text(
-    st.characters(exclude_characters="\0", codec="utf-8"), max_size=15
-)
-NAMES = TEXTS.map(lambda text: "".join(letter for letter in text if letter.isprintable())).filter(
-    lambda text: text.strip()
-)
 
 
 def encoded(text: str) -> str:
     return base64.b64encode(os.fsencode(text)).decode()
-
-
-@pytest.mark.slow
-# No shrinking, as each example takes a second or two.
-@settings(
-    max_examples=5,
-    phases=(Phase.explicit, Phase.generate),
-    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
-)
-@example(
-    name=INJECTIONS[3] + "☃",
-    args=list(INJECTIONS),
-    values=list(INJECTIONS),
-    sweep=list(INJECTIONS[:6]),
-)
-@given(
-    name=NAMES,
-    args=st.lists(TEXTS, max_size=8),
-    values=st.lists(TEXTS, max_size=4),
-    sweep=st.lists(TEXTS, min_size=1, max_size=3, unique=True),
-)
-def test_all_inputs_arrive_byte_for_byte(
-    user: User, name: str, args: list[str], values: list[str], sweep: list[str]
-) -> None:
-    """Each example is one sbatch call that runs all elements of a sweep."""
-    places = [
-        f"-{index}{''.join(letter for letter in text if letter not in '/:')[:20]}"
-        for index, text in enumerate([name, *values])
-    ]
-    directory = user.path(places[0]) / "w'ö rk\n$(touch pwned)"
-    directory.mkdir(parents=True, exist_ok=True)
-    (directory / f"{places[-1]}.py").write_text((user.path(user.script(WITNESS))).read_text())
-    env = {f"X_{index}": value for index, value in enumerate(values)}
-    quoted = ",".join('"{}"'.format(value.replace('"', '""')) for value in sweep)
-    words = [word for key, value in env.items() for word in ("--env", f"{key}={value}")]
-    options = [
-        "--cluster",
-        "slurm",
-        "--name",
-        name,
-        f"--workdir={directory}",
-        *words,
-        "--sweep",
-        f"swept={quoted}",
-    ]
-    job_id = user("submit", *options, f"./{places[-1]}.py", *args).stdout.strip()
-    assert user("wait", job_id).returncode == 0
-    for index, value in enumerate(_as_swept(sweep)):
-        [line] = user.output(f"{job_id}_{index}").splitlines()
-        report = json.loads(line)
-        assert report["args"] == [*map(encoded, args), encoded(f"--swept={value}")]
-        assert report["env"] == {key: encoded(value) for key, value in env.items()}
-        assert report["cwd"] == encoded(os.path.realpath(directory))
-        assert report["file"] == encoded(str(user.directory_of(job_id) / f"code/{places[-1]}.py"))
-        assert report["name"] == encoded(job_id)  # the name in squeue
-    assert json.loads(user.record_of(job_id).read_text())["name"] == name
-    assert not [*user.directory.rglob("pwned"), *user.home.rglob("pwned")]
-
-
-def _as_swept(values: list[str]) -> list[str]:
-    """Return the values of a parsed sweep; a range becomes its numbers."""
-    from clusterjob.core import arrays
-
-    array = arrays.parse(
-        "", ["swept=" + ",".join('"{}"'.format(value.replace('"', '""')) for value in values)]
-    )
-    assert array is not None
-    return [value for ((_, value),) in array.values]
 
 
 def test_invalid_utf8_and_sbatch_directives_arrive_unchanged(user: User) -> None:

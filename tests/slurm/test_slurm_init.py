@@ -8,14 +8,14 @@ import subprocess
 from pathlib import Path
 
 import pytest
+from commands import CLUSTERJOB
 from doctoring import doctor
-from slurm_user import CLUSTERJOB, User
+from slurm_user import User
 
 from clusterjob.core import config_files
 
 
-def test_init_writes_the_partition_and_passes_doctor(user_of_each_cluster: User) -> None:
-    user = user_of_each_cluster
+def test_init_writes_the_partition_and_passes_doctor(user: User) -> None:
     done = user("init", "--yes")
     assert "found Slurm on this machine: partitions main (default), small" in done.stderr
     file = config_files.project_file(user.path("clusterjob.toml"))

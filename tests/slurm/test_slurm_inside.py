@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
-import os
 import signal
 import socket
 import subprocess
@@ -54,34 +52,6 @@ def test_stacks_of_tasks_of_srun(user: User) -> None:
 
 
 @pytest.mark.slow
-def test_exec_on_all_nodes_and_20_megabytes(user: User) -> None:
-    job = started(user)
-    out, _ = job.exec("--all", "--", "bash", "-c", "echo $RANK $SLURMD_NODENAME")
-    assert sorted(out.decode().splitlines()) == ["[node 0] 0 n1", "[node 1] 2 n2"]
-    data = os.urandom(20_000_000)
-    out, _ = job.exec("cat", data=data)
-    assert hashlib.sha256(out).digest() == hashlib.sha256(data).digest()
-    user("cancel", job.id)
-
-
-@pytest.mark.slow
-def test_cancel_ends_command_with_255(user: User) -> None:
-    job = started(user)
-    with job.popen("exec", "--", "bash", "-c", "echo up; sleep 7777") as process:
-        assert process.stdout.readline() == b"up\n"
-        user("cancel", job.id)
-        assert process.wait(TEST_TIMEOUT) == 255
-    wait_until(lambda: not of_command("sleep 7777"), LEFT, "the end")
-
-
-@pytest.mark.slow
-def test_shell_in_step_follows_size_and_keys(user: User) -> None:
-    job = started(user)
-    job.check_shell(rank=2, where="echo $SLURMD_NODENAME", answer="n2")
-    user("cancel", job.id)
-
-
-@pytest.mark.slow
 def test_workers_of_srun_and_elements_of_arrays_are_found(user: User) -> None:
     job = started(user, "--launcher", "srun", text=SLEEPER.replace('"RANK"', '"SLURM_PROCID"').replace("'RANK'", "'SLURM_PROCID'"))  # fmt: skip  # noqa: E501
     assert job.shell("echo $RANK $SLURMD_NODENAME", "--rank", "3") == "3 n2\n"
@@ -105,16 +75,6 @@ def test_workers_of_srun_and_elements_of_arrays_are_found(user: User) -> None:
 
 
 @pytest.mark.slow
-def test_pending_job_is_one_line(user: User) -> None:
-    job_id = user.submit(SLEEPER, "--nodes", "4", "--set", "begin=now+1hour")
-    _, err = Inside(job_id, user.directory).exec("true", code=255)
-    assert err.decode().startswith(f"clusterjob: error: job {job_id} has not started")
-    logs = user("logs", job_id)
-    assert (logs.stdout, "has not started: BeginTime" in logs.stderr) == ("", True)
-    user("cancel", job_id)
-
-
-@pytest.mark.slow
 def test_login_host_runs_command_shell_and_forward(laptop: Laptop) -> None:
     job_id = laptop.submit(MEETING, "--nodes", "2", "--nproc-per-node", "2")
     laptop.wait_for("up0", "up1", "up2", "up3")
@@ -131,25 +91,6 @@ def test_login_host_runs_command_shell_and_forward(laptop: Laptop) -> None:
     wait_until(lambda: not of_command("http.server"), LEFT, "the end of the server")
     laptop.leave()
     laptop("wait", job_id)
-
-
-@pytest.mark.slow
-def test_stacks_through_login_host(laptop: Laptop) -> None:
-    job_id = laptop.submit(WAITING, "--nodes", "2", "--nproc-per-node", "2")
-    laptop.wait_for("up0", "up1", "up2", "up3")
-    check_stacks(Inside(job_id, laptop.directory), 4, [HOST] * 2)
-    laptop("cancel", job_id)
-
-
-@pytest.mark.slow
-def test_cancel_through_login_host_saves_stacks(laptop: Laptop) -> None:
-    job_id = laptop.submit(WAITING, "--nodes", "2", "--nproc-per-node", "2")
-    laptop.wait_for("up0", "up1", "up2", "up3")
-    laptop("cancel", "--stacks", job_id)  # the first command that asks for the job's state
-    laptop.wait_for_state(job_id, "CANCELLED")
-    assert "stacks of 4 ranks: logs/node0/stacks.txt" in laptop("status", job_id).stdout
-    saved = laptop("stacks", job_id)
-    assert "rank 3 is in decode (script.py:" in saved.stdout
 
 
 @pytest.mark.slow

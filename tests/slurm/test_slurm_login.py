@@ -7,23 +7,12 @@ from __future__ import annotations
 
 import json
 import os
-import re
-import signal
 import stat
-import sys
-from pathlib import Path
-from typing import Any
 
 import pytest
 from login_user import GUEST, Laptop
-from procs import SAVER, wait_for_no_processes, wait_until
+from procs import wait_for_no_processes, wait_until
 from slurm_user import PROMPT
-
-import clusterjob
-from clusterjob.backends import base
-from clusterjob.backends.slurm.mirror import ClusterMirror
-from clusterjob.core.records import Record
-from clusterjob.errors import HostError
 
 pytestmark = pytest.mark.slow
 
@@ -101,82 +90,6 @@ def test_all_commands_share_connection_of_login(laptop: Laptop) -> None:
     wait_for_no_processes(PROMPT)
 
 
-def test_other_process_gets_status_follows_logs_and_cancels(laptop: Laptop) -> None:
-    job_id = laptop.submit(GUEST, "--nodes", "2")
-    assert laptop.login.connections == 1
-    laptop.wait_for("up0", "up1")
-    assert laptop.wait_for_state(job_id, "RUNNING")["started_at"] is not None
-    wait_until(
-        lambda: sorted(laptop.output(job_id).splitlines()) == ["[0] line of 0", "[1] line of 1"],
-        PROMPT,
-        "both lines",
-    )
-    before = laptop.login.connections
-    follower = laptop.start("logs", "-f", job_id)
-    waiter = laptop.start("wait", job_id)
-    wait_until(lambda: "line of 1" in laptop.output_of(follower)[0], PROMPT)
-    wait_until(
-        lambda: laptop.login.connections == before + 2, PROMPT, "one connection for each process"
-    )
-    laptop("cancel", job_id)
-    assert (follower.wait(PROMPT), waiter.wait(PROMPT)) == (143, 143)
-    assert "CANCELLED" in laptop.output_of(waiter)[1]
-    assert laptop.login.connections == before + 3
-    assert laptop.slurm.wait_for_job(laptop.slurm_id(job_id))["JobState"] in ("CANCELLED", "FAILED")
-    wait_for_no_processes(PROMPT)
-    assert "had ended already" in laptop("cancel", job_id).stderr
-
-
-def test_ctrl_c_in_run_interrupts_workers_behind_login_host(laptop: Laptop) -> None:
-    command = laptop.start("run", "--cluster", "hpc", "--grace", "60", laptop.script(SAVER))
-    wait_until(lambda: "up" in laptop.output_of(command)[0], PROMPT)
-    command.send_signal(signal.SIGINT)
-    assert command.wait(PROMPT) == 130, laptop.output_of(command)
-    assert laptop.output_of(command)[0] == "up\nsaved\n"
-    wait_for_no_processes(PROMPT)
-
-
-def test_killed_run_leaves_job_and_ctrl_c_in_run_cancels_job(laptop: Laptop) -> None:
-    command = laptop.start("run", "--cluster", "hpc", laptop.script(GUEST))
-    laptop.wait_for("up0")
-    command.kill()
-    command.wait()
-    [job] = laptop.jobs()
-    assert laptop.wait_for_state(job["id"], "RUNNING")["state"] == "RUNNING"
-    laptop.leave()
-    assert laptop("logs", "-f", job["id"]).stdout == "line of 0\nleft 0\n"
-    (laptop.meeting / "leave").unlink()
-    (laptop.meeting / "up0").unlink()
-    command = laptop.start("run", "--cluster", "hpc", laptop.script(GUEST))
-    laptop.wait_for("up0")
-    command.send_signal(2)
-    assert command.wait(PROMPT) == 130
-    assert sorted(job["state"] for job in laptop.jobs()) == ["CANCELLED", "SUCCEEDED"]
-    wait_for_no_processes(PROMPT)
-
-
-@pytest.mark.parametrize("launcher", ["agent", "srun"])
-def test_failed_rank_is_named_with_its_error(laptop: Laptop, launcher: str) -> None:
-    text = """
-        import os, pathlib, time
-        rank = os.environ.get("RANK") or os.environ["SLURM_PROCID"]
-        there = pathlib.Path(os.environ["MEET"])
-        (there / f"up{rank}").touch()
-        while not all((there / f"up{one}").exists() for one in range(2)):
-            time.sleep(0.02)
-        if rank == "1":
-            raise ValueError("boom")
-        time.sleep(1000)
-    """
-    job_id = laptop.submit(text, "--nodes", "2", "--nodelist", "n3,n4", "--launcher", launcher)
-    message = laptop("wait", job_id, code=1).stderr
-    assert re.search(
-        r"FAILED: rank 1 \(node 1, local rank 0, host n4\): ValueError: boom", message
-    ), message
-    assert "ValueError: boom" in laptop("logs", job_id, "--rank", "1").stderr
-    wait_for_no_processes(PROMPT)
-
-
 def test_shell_special_characters_arrive_unchanged(laptop: Laptop) -> None:
     laptop.profile(remote_home=str(laptop.login.home / "-a 'b' \"c\" $(d) 100% ☃"))
     hostile = 'it\'s "a" $(b) `c` \\ ☃ -x'
@@ -216,47 +129,6 @@ def test_no_sync_job_uses_workdir_setup_lines_and_remote_python(laptop: Laptop) 
     assert not (laptop.there(job["id"]) / "code").exists()
 
 
-def test_requeued_job_finds_its_directory(laptop: Laptop) -> None:
-    text = """
-        import os, pathlib, time
-        attempt = os.environ["CLUSTERJOB_ATTEMPT"]
-        pathlib.Path("here").write_text(attempt)
-        (pathlib.Path(os.environ["MEET"]) / f"attempt{attempt}").touch()
-        print("attempt", attempt, flush=True)
-        while attempt == "0":
-            time.sleep(0.1)
-    """
-    job_id = laptop.submit(text, "--requeue", "--nodes", "2", "--nproc-per-node", "1")
-    laptop.wait_for("attempt0")
-    assert laptop.wait_for_state(job_id, "RUNNING")["state"] == "RUNNING"
-    laptop.slurm.run("scontrol", "requeue", laptop.slurm_id(job_id))
-    assert laptop("wait", job_id).returncode == 0
-    assert "attempt 1" in laptop.output(job_id)
-    assert (laptop.there(job_id) / "code" / "here").read_text() == "1"
-
-
-def test_end_of_job_forgotten_by_slurm_is_read_from_remote_directory(laptop: Laptop) -> None:
-    with laptop.slurm.configured(MinJobAge=2):
-        job_id = laptop.submit("raise SystemExit(7)")
-        laptop.slurm.wait_for_job(laptop.slurm_id(job_id))
-        wait_until(
-            lambda: not laptop.slurm.job(laptop.slurm_id(job_id)), 60, "Slurm to forget the job"
-        )
-        job = laptop.job(job_id)
-        assert (job["state"], job["exit_code"]) == ("FAILED", 7)
-
-
-def test_state_of_killed_job_comes_from_slurm(laptop_of_each_cluster: Laptop) -> None:
-    laptop = laptop_of_each_cluster
-    job_id = laptop.submit(GUEST)
-    laptop.wait_for("up0")
-    laptop.slurm.run("scancel", "--signal=KILL", "--full", laptop.slurm_id(job_id))
-    laptop.slurm.wait_for_job(laptop.slurm_id(job_id))
-    job = laptop.wait_for_state(job_id, "FAILED", "CANCELLED", "LOST")
-    assert job["state"] != "LOST", job
-    wait_for_no_processes(PROMPT)
-
-
 def test_fetch_copies_results_from_login_host(laptop: Laptop) -> None:
     job_id = laptop.submit(
         "import pathlib\npathlib.Path('runs').mkdir()\n"
@@ -271,25 +143,6 @@ def test_fetch_copies_results_from_login_host(laptop: Laptop) -> None:
 
 
 # -- arrays and many jobs ------------------------------------------------------------------------
-
-
-def test_sweep_runs_as_array_and_each_element_has_own_result(laptop: Laptop) -> None:
-    text = """
-        import os, sys
-        print(os.environ["CLUSTERJOB_ARRAY_INDEX"], *sys.argv[1:])
-        sys.exit(5 * (sys.argv[-1] == "--lr=b 'c'"))
-    """
-    job_id = laptop.submit(text, "--sweep", "lr=a,b 'c',d")
-    done = laptop("wait", job_id, code=5)
-    assert sorted(re.findall(r"job (\S+) (\w+)", done.stderr)) == [
-        (f"{job_id}_0", "SUCCEEDED"),
-        (f"{job_id}_1", "FAILED"),
-        (f"{job_id}_2", "SUCCEEDED"),
-    ]
-    assert laptop.output(f"{job_id}_2") == "2 --lr=d\n"
-    assert laptop.login.connections <= 4
-    row = laptop("list").stdout.splitlines()[1]
-    assert "2 SUCCEEDED, 1 FAILED" in row
 
 
 def test_status_of_many_jobs_takes_one_connection_and_cancel_ends_them(laptop: Laptop) -> None:
@@ -308,31 +161,6 @@ def test_status_of_many_jobs_takes_one_connection_and_cancel_ends_them(laptop: L
         lambda: {job["state"] for job in laptop.jobs(array, *others)} == {"CANCELLED"},
         PROMPT * 2,
         "the end of all",
-    )
-
-
-def test_array_is_split_at_max_array_size_of_profile(laptop: Laptop) -> None:
-    laptop.profile(max_array_size="3")
-    text = "import os\nprint('element', os.environ['CLUSTERJOB_ARRAY_INDEX'])"
-    job_id = laptop.submit(text, "--array", "1,4-7")
-    assert laptop("wait", job_id).returncode == 0
-    assert [laptop.output(f"{job_id}_{index}") for index in (1, 7)] == [
-        "element 1\n",
-        "element 7\n",
-    ]
-    assert (
-        "is not a number of at least 1"
-        in laptop(
-            "render",
-            "--cluster",
-            "hpc",
-            "--set",
-            "max_array_size=x",
-            "--array",
-            "1,2",
-            laptop.script(text),
-            code=2,
-        ).stderr
     )
 
 
@@ -447,22 +275,6 @@ def test_each_submit_error_is_one_line_and_leaves_no_files(laptop: Laptop) -> No
     )
 
 
-def test_commands_work_if_only_the_login_shells_profile_has_the_configuration(
-    laptop: Laptop,
-) -> None:
-    laptop.login.stop()
-    conf = laptop.login.environment.pop("SLURM_CONF")
-    laptop.login.start()
-    (laptop.login.home / ".bash_profile").write_text(f"export SLURM_CONF={conf}\n")
-    job_id = laptop.submit("import time; print('up', flush=True); time.sleep(600)")
-    laptop.wait_for_state(job_id, "RUNNING")
-    assert laptop("exec", job_id, "--", "echo", "beside").stdout == "beside\n"
-    assert "failed" not in laptop("doctor", "--cluster", "hpc").stdout
-    laptop("cancel", job_id)
-    laptop.wait_for_state(job_id, "CANCELLED")
-    assert laptop("logs", job_id).stdout == "up\n"
-
-
 def test_other_clusters_refuse_login_option(laptop: Laptop) -> None:
     for cluster in ("local", "ssh"):
         hosts = ("--hosts", "a") if cluster == "ssh" else ()
@@ -473,61 +285,3 @@ def test_other_clusters_refuse_login_option(laptop: Laptop) -> None:
     rendered = laptop("render", "--login", "me@login1", laptop.script("pass")).stdout
     assert "ssh me@login1 'cd ~/.clusterjob/jobs/" in rendered
     assert laptop.login.connections == 0, "a plan contacts nothing"
-
-
-@pytest.mark.parametrize(
-    "name",
-    [
-        "../x",
-        "/etc/x",
-        "token",
-        "logs/../../x",
-        "ends/.x",
-        "elements/1/result.json",
-        "logs/node0/a/b",
-        "cancelled",
-    ],
-)
-def test_malicious_login_host_cannot_write_unrequested_files(name: str, tmp_path: Path) -> None:
-    record = Record(
-        "x-1",
-        "x",
-        cluster="hpc",
-        backend="slurm",
-        job_dir=tmp_path / "x-1",
-        nodes=1,
-        submitted_at="2026-01-01T00:00:00Z",
-        spec={},
-    )
-    record.job_dir.mkdir()
-
-    def forged_answer(_call: str, *, bulk: bool, **_arguments: Any) -> tuple[Any, bytes]:
-        assert bulk
-        return {
-            "jobs": [
-                {"known": True, "more": False, "files": [{"path": name, "stamp": "1", "size": 3}]}
-            ]
-        }, b"lie"
-
-    with pytest.raises(HostError, match="not asked for"):
-        ClusterMirror("login1").poll(forged_answer, [(record, True)])
-    assert list(record.job_dir.iterdir()) == []
-
-
-# -- functions -----------------------------------------------------------------------------------
-
-
-def test_functions_behind_login_host_return_plain_results(
-    laptop: Laptop, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def each(value: int) -> Any:
-        return (value, [value]) if value < 2 else {value}
-
-    monkeypatch.chdir(laptop.directory)
-    group = clusterjob.map(each, [0, 1, 2], cluster="hpc", python=sys.executable)
-    assert [job.id.rpartition("_")[2] for job in group] == ["0", "1", "2"]
-    assert [job.result(timeout=120) for job in group[:2]] == [(0, [0]), (1, [1])]
-    with pytest.raises(clusterjob.JobFailed, match="not plain data: set"):
-        group[2].result(timeout=120)
-    assert clusterjob.Job.get(group[2].id, trust_results=True).result() == {2}
-    base._loaded.pop("slurm").close()

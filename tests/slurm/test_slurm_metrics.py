@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 
-import pytest
-from login_user import GUEST as LAPTOP_GUEST
 from login_user import Laptop
 from procs import TEST_TIMEOUT, wait_until
 from slurm_user import GUEST, User
@@ -52,12 +50,3 @@ def test_efficiency_of_array_is_the_sum_of_its_elements(user: User) -> None:
     row = user("list", "--efficiency").stdout.splitlines()[1]
     assert row.split()[0] == job_id
     assert " MB" in row
-
-
-@pytest.mark.slow
-def test_metrics_reach_the_laptop(laptop: Laptop) -> None:
-    job_id = laptop.submit(LAPTOP_GUEST, "--nodes", "2")
-    wait_until(lambda: sampled_ranks(laptop, job_id) == [{0}, {1}], TEST_TIMEOUT)
-    laptop.leave()
-    laptop("wait", job_id)
-    assert "efficiency: wall" in laptop("status", job_id).stdout

@@ -22,7 +22,7 @@ from clusterjob.backends.slurm.client import Client
 from clusterjob.backends.slurm.squeue import JobRow
 from clusterjob.node.logs.events import EventLog
 from clusterjob.node.logs.job_dir import EVENTS
-from clusterjob.node.verdict import JobState, Verdict
+from clusterjob.node.verdict import JobState
 
 
 def gate(user: User, command: str) -> Path:
@@ -73,19 +73,6 @@ def test_srun_that_is_refused_is_not_retried(user: User, error: str) -> None:
     message = user.run("pass", code=1).stderr
     assert error in message
     assert notes.read_text() == "\n"
-
-
-@pytest.mark.slow
-def test_program_that_prints_step_creation_error_is_not_retried(user: User) -> None:
-    text = """
-        import sys
-        open("runs", "a").write("x")
-        sys.exit("srun: error: Unable to create step for job 1: "
-                 "Unable to contact slurm controller (connect failure)")
-    """
-    for launcher in ("agent", "srun"):
-        user.run(text, "--launcher", launcher, code=1)
-    assert user.path("runs").read_text() == "xx"
 
 
 # -- cancel --------------------------------------------------------------------------------------
@@ -182,16 +169,6 @@ def test_reason_of_node_fail_names_node(user: User) -> None:
     assert notes.read_text() == ""  # a recorded end is not queried again
 
 
-def test_failed_elements_with_srun_exit_code_need_no_scontrol(user: User) -> None:
-    job_id = user.submit("import sys; sys.exit(4)", "--launcher", "srun", "--array", "0-2")
-    for number in range(3):
-        user.slurm.wait_for_job(f"{user.slurm_id(job_id)}_{number}", "FAILED")
-    notes = user.command_first_on_path("scontrol", 'echo >> "$NOTES"\nexec "$REAL" "$@"\n')
-    user.force_new_query()
-    assert [(job["state"], job["exit_code"]) for job in user.jobs(job_id)] == [("FAILED", 4)] * 3
-    assert notes.read_text() == ""
-
-
 def test_node_fail_reason_names_node_only_if_slurm_does(tmp_path: Path) -> None:
     named = job_end.of_slurm(
         JobRow("7", "NODE_FAIL", failed_node="one of n[2-3]"),
@@ -239,21 +216,6 @@ def test_accounting_has_signal_and_nodes_of_forgotten_jobs(user_accounted: User)
     assert rows is not None
     assert [rows[key].signal for key in ids] == [signal.SIGKILL, 0]
     assert [rows[key].failed_node for key in ids] == ["", "one of n[2-3]"]
-
-
-def test_verdict_of_agents_explains_sigterm_without_killed_shell(tmp_path: Path) -> None:
-    own = Verdict(JobState.CANCELLED, 143, reason="cancelled")
-    (tmp_path / "ends").mkdir()
-    (tmp_path / "ends" / "srun.0").write_text("143\n")
-    assert (
-        job_end.of_slurm(
-            JobRow("7", "FAILED", reason="RaisedSignal:15(Terminated)", signal=15),
-            own,
-            job_dir=tmp_path,
-            started_at=None,
-        )
-        == own
-    )
 
 
 # -- lease ---------------------------------------------------------------------------------------

@@ -5,8 +5,6 @@ The same holds where Slurm is missing.
 
 from __future__ import annotations
 
-import getpass
-
 import pytest
 from slurm_user import SLEEPER, User
 
@@ -104,27 +102,6 @@ def test_job_for_unavailable_nodes_is_accepted_but_for_missing_nodes_refused(
         user.slurm.run("scontrol", "update", "NodeName=n[2-4]", "State=RESUME", check=False)
 
 
-@pytest.mark.slow
-def test_missing_controller_configuration_and_commands_are_reported(user: User) -> None:
-    user.slurm.stop_controller()
-    message = user.submit_error_without_slurm()
-    assert "Slurm does not answer: Unable to contact slurm controller" in message
-    assert "`scontrol ping`" in message
-    user.slurm.start_controller()
-
-    user.patch.setenv("SLURM_CONF", str(user.path("nowhere.conf")))
-    message = user.submit_error_without_slurm()
-    assert "nowhere.conf" in message
-    assert "set SLURM_CONF to the path of slurm.conf" in message
-
-    user.patch.setenv("SLURM_CONF", str(user.slurm.conf))
-    with pytest.MonkeyPatch.context() as patch:  # the fixtures need the real PATH again
-        patch.setenv("PATH", "/nowhere")
-        message = user.submit_error_without_slurm()
-    assert "sbatch cannot be run: No such file or directory" in message
-    assert "add Slurm's client commands to PATH" in message
-
-
 def test_time_limit_is_left_to_slurm_if_template_or_variable_sets_partition(user: User) -> None:
     """The default partition allows 30 minutes, the partition ``small`` an hour.
 
@@ -146,52 +123,3 @@ def test_time_limit_is_left_to_slurm_if_template_or_variable_sets_partition(user
         assert [user.slurm_job(job_id)["Partition"] for job_id in routed] == ["small", "small"]
     finally:
         user.slurm.run("scontrol", "update", "PartitionName=main", "MaxTime=INFINITE")
-
-
-@pytest.mark.slow
-def test_time_limit_is_left_to_slurm_if_plugin_sets_partition(user: User) -> None:
-    script = user.slurm.conf.parent / "job_submit.lua"
-    script.write_text(
-        "function slurm_job_submit(job, parts, uid)\n"
-        "  job.partition = 'small'\n  return slurm.SUCCESS\nend\n"
-        "function slurm_job_modify(job, record, parts, uid)\n"
-        "  return slurm.SUCCESS\nend\nreturn slurm.SUCCESS\n"
-    )
-    with user.slurm.configured(JobSubmitPlugins="lua"):
-        user.slurm.run("scontrol", "update", "PartitionName=main", "MaxTime=30")
-        job_id = user.submit(SLEEPER, "--time", "45m", "--set", "hold=true")
-        assert user.slurm_job(job_id)["Partition"] == "small"
-        user.slurm.run("scontrol", "update", "PartitionName=main", "MaxTime=INFINITE")
-
-
-@pytest.mark.slow
-def test_time_limit_is_left_to_slurm_if_qos_may_exceed_it(
-    user_accounted: User,
-) -> None:
-    """The QOS is the default of the user or the one in SBATCH_QOS."""
-    user, name = user_accounted, getpass.getuser()
-    too_long = ("--partition", "small", "--time", "61m", "--set", "hold=true")
-    for arguments in (
-        ("add", "account", "site"), ("add", "user", name, "account=site"),
-        ("add", "qos", "long", "flags=PartitionTimeLimit"),
-        ("modify", "user", name, "set", "qos=normal,long"),
-    ):  # fmt: skip
-        user.slurm.run("sacctmgr", "--immediate", *arguments)
-    with user.slurm.configured(AccountingStorageEnforce="associations,limits,qos"):
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setenv("SBATCH_QOS", "long")
-            user.submit(SLEEPER, *too_long)
-        user.slurm.run("sacctmgr", "--immediate", "modify", "user", name, "set", "defaultqos=long")
-        job_id = user.submit(SLEEPER, *too_long)
-        assert (user.slurm_job(job_id)["QOS"], user.slurm_job(job_id)["Reason"]) == (
-            "long",
-            "JobHeldUser",
-        )
-
-
-def test_job_for_drained_partition_from_sbatch_variable_is_accepted(user: User) -> None:
-    user.slurm.run("scontrol", "update", "NodeName=n1", "State=DRAIN", "Reason=test")
-    user.patch.setenv("SBATCH_PARTITION", "small")
-    job_id = user.submit(SLEEPER)
-    assert user.job(job_id)["state"] == "PENDING"
-    user.slurm.run("scontrol", "update", "NodeName=n1", "State=RESUME", check=False)

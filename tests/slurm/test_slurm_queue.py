@@ -5,30 +5,20 @@ A process that stops during its query does not block the others.
 
 from __future__ import annotations
 
-import json
-import signal
 import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from procs import wait_until
 from slurm_cluster import SlurmCluster
-from slurm_user import GUEST, PROMPT, SLEEPER, User
+from slurm_user import GUEST, SLEEPER, User
 
 from clusterjob.backends.slurm import queue
 from clusterjob.backends.slurm.client import Client
 from clusterjob.backends.slurm.queue import INTERVAL, Queue
 from clusterjob.backends.slurm.squeue import JobRow, QueueSnapshot, rows_of, split
 from clusterjob.node.system import files
-
-COUNT = 'date +%s.%N >> "$NOTES"\nexec "$REAL" "$@"\n'
-
-
-def times_of(notes: Path) -> list[float]:
-    return [float(line) for line in notes.read_text().splitlines()]
-
 
 # -- parsing of squeue output --------------------------------------------------------------------
 
@@ -132,23 +122,6 @@ def test_squeue_output_is_parsed_into_rows() -> None:
     assert not snapshot.rows["7"].waiting
 
 
-@pytest.mark.parametrize(
-    "state",
-    [
-        "COMPLETED",
-        "FAILED",
-        "TIMEOUT",
-        "NODE_FAIL",
-        "OUT_OF_MEMORY",
-        "PREEMPTED",
-        "CANCELLED",
-        "DEADLINE",
-    ],
-)
-def test_row_with_final_state_is_not_active(state: str) -> None:
-    assert not JobRow("1", state).active
-
-
 # -- shared snapshot -----------------------------------------------------------------------------
 
 
@@ -233,37 +206,6 @@ def test_next_process_reads_recent_snapshot_without_query(
     assert time.monotonic() - begin < 2
 
 
-@pytest.mark.slow
-def test_squeue_error_is_shown_with_last_known_state(user: User) -> None:
-    job_id = user.submit(SLEEPER, "--set", "hold=true")
-    assert "JobHeldUser" in user.job(job_id)["reason"]
-    user.slurm.stop_controller()
-    for path in user.home.glob("slurm/queue-*.json"):
-        files.write_json(path, (files.read_json(path) or {}) | {"asked_at": 0})
-    job = user.job(job_id)
-    assert job["state"] == "PENDING"
-    assert "JobHeldUser" in job["reason"]
-    assert "Slurm does not answer: " in job["reason"]
-    user.slurm.start_controller()
-
-
-@pytest.mark.slow
-def test_process_stopped_during_its_query_does_not_block_others(user: User) -> None:
-    """The process is stopped by Ctrl-Z while its squeue runs."""
-    job_id = user.submit(GUEST)
-    user.wait_for("up0")
-    notes = user.command_first_on_path("squeue", 'echo >> "$NOTES"\nsleep 1\nexec "$REAL" "$@"\n')
-    follower = user.start("wait", job_id)
-    wait_until(notes.read_text, PROMPT)
-    follower.send_signal(signal.SIGSTOP)
-    time.sleep(1.5)
-    user.slurm.run("scancel", user.slurm_id(job_id))
-    user.slurm.wait_for_job(user.slurm_id(job_id), "CANCELLED")
-    assert user("wait", job_id, code=143).returncode == 143
-    follower.send_signal(signal.SIGCONT)
-    assert follower.wait(PROMPT * 3) == 143
-
-
 def test_broken_snapshot_file_is_replaced(slurm: SlurmCluster, tmp_path: Path) -> None:
     job = slurm.submit("--hold", "--output=/dev/null", script="true")
     Queue(Client(), tmp_path).poll()
@@ -331,7 +273,8 @@ def test_running_job_shows_slurm_id_nodes_and_time(user: User) -> None:
 # -- commands ------------------------------------------------------------------------------------
 
 
-def test_squeue_and_scancel_variables_of_user_are_ignored(user: User) -> None:
+def test_variables_of_user_are_ignored_and_hidden_partitions_shown(user: User) -> None:
+    notes = user.command_first_on_path("squeue", 'echo "$@" >> "$NOTES"\nexec "$REAL" "$@"\n')
     job_id = user.submit(SLEEPER, "--set", "hold=true")
     defaults = {
         "SQUEUE_PARTITION": "small",
@@ -345,6 +288,7 @@ def test_squeue_and_scancel_variables_of_user_are_ignored(user: User) -> None:
     for name, value in defaults.items():
         user.patch.setenv(name, value)
     assert "JobHeldUser" in user.job(job_id)["reason"]
+    assert all("--all" in line.split() for line in notes.read_text().splitlines())
     user("cancel", job_id)
     assert user.slurm_job(job_id)["JobState"] == "CANCELLED"
 
@@ -368,47 +312,3 @@ def test_sbatch_variables_of_user_are_ignored_except_partition(user: User) -> No
         "0",
         False,
     )
-
-
-@pytest.mark.slow
-def test_many_watching_commands_share_one_squeue_call_every_5_s(user: User) -> None:
-    job_id = user.submit(GUEST, "--nodes", "2")
-    held = user.submit(SLEEPER, "--set", "hold=true")
-    user.wait_for("up0", "up1")
-    notes = user.command_first_on_path("squeue", COUNT)
-    begin = time.time()
-    watching = [
-        user.start("logs", "-f", job_id),
-        user.start("wait", job_id),
-        user.start("wait", held),
-        user.start("logs", "-f", held),
-    ]
-    while time.time() - begin < 12:
-        assert {job["state"] for job in user.jobs()} == {"RUNNING", "PENDING"}
-        time.sleep(0.5)
-    calls = times_of(notes)  # a call begins a little after the decision to make it
-    assert 2 <= len(calls) <= 1 + (time.time() - begin) / INTERVAL, calls
-    user("cancel", held)
-    user.path("leave").touch()
-    assert [process.wait(PROMPT) for process in watching] == [0, 0, 143, 143]
-
-
-@pytest.mark.slow
-def test_status_and_cancel_of_300_jobs_take_one_call_each(user: User) -> None:
-    array = user.submit(SLEEPER, "--array", "0-289", "--set", "hold=true")
-    others = [user.submit(SLEEPER, "--set", "hold=true") for _ in range(10)]
-    notes = user.command_first_on_path("squeue", COUNT)
-    for path in user.home.glob("slurm/*"):
-        path.unlink()
-    jobs = json.loads(user("status", "--json").stdout)["jobs"]
-    assert len(jobs) == 300
-    assert {job["state"] for job in jobs} == {"PENDING"}
-    assert {job["id"] for job in jobs} == {*others, *(f"{array}_{index}" for index in range(290))}
-    assert len(times_of(notes)) == 1
-    shown = user("status").stdout.splitlines()
-    assert len(shown) == 12
-    assert "290 PENDING" in next(line for line in shown if line.startswith(array))
-    scancels = user.command_first_on_path("scancel", COUNT)
-    user("cancel", array, *others)
-    assert len(times_of(scancels)) == 1
-    assert user.slurm.run("squeue", "--noheader").stdout == ""

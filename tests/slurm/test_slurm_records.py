@@ -143,15 +143,19 @@ def test_other_job_with_reused_id_is_not_mistaken_for_job(user: User) -> None:
     ended = user.job(job_id)
     assert (ended["state"], "Slurm does not know it any more" in ended["reason"]) == ("LOST", True)
     assert "had ended already" in user("cancel", job_id).stderr
+    # Also after a cancel that did not reach Slurm.
+    user.change_record(job_id, end=None, provisional=False)
+    user.force_new_query()
+    pending = user.directory_of(job_id) / "scancel.pending"
+    pending.touch()
+    user("status", job_id)
+    wait_until(lambda: not pending.exists(), PROMPT, "the answer of Slurm")
     assert user.slurm.job(other)["JobState"] == "PENDING"
 
 
 @pytest.mark.slow
-def test_ends_of_forgotten_jobs_come_from_directory_then_accounting(
-    user_of_each_cluster: User,
-) -> None:
-    """The job directory comes first; accounting, if present, supplies the rest."""
-    user = user_of_each_cluster
+def test_ends_of_forgotten_jobs_come_from_directory_then_accounting(user_accounted: User) -> None:
+    user = user_accounted
     with user.slurm.configured(MinJobAge=2):
         good = user.submit("print('good')")
         bad = user.submit("import sys; sys.exit(4)", "--launcher", "srun")
@@ -168,21 +172,14 @@ def test_ends_of_forgotten_jobs_come_from_directory_then_accounting(
             return not user.slurm.run("squeue", "--noheader", "--states=all").stdout.strip()
 
         wait_until(forgotten, FORGETTING, "slurmctld to forget")
-        if user.slurm.accounting:
-            sacct = (
-                "sacct",
-                "--noheader",
-                "--parsable2",
-                "--allocations",
-                "--format=State",
-                f"--jobs={ids[cancelled]},{ids[again]}",
-            )
+        jobs = f"--jobs={ids[cancelled]},{ids[again]}"
+        sacct = ("sacct", "--noheader", "--parsable2", "--allocations", "--format=State", jobs)
 
-            def accounted() -> bool:
-                states = user.slurm.run(*sacct, check=False).stdout.split("\n")[:-1]
-                return len(states) == 2 and all(state.startswith("CANCELLED") for state in states)
+        def accounted() -> bool:
+            states = user.slurm.run(*sacct, check=False).stdout.split("\n")[:-1]
+            return len(states) == 2 and all(state.startswith("CANCELLED") for state in states)
 
-            wait_until(accounted, FORGETTING, "the rows, which come in stages")
+        wait_until(accounted, FORGETTING, "the rows, which come in stages")
         user.force_new_query()
         for job_id in ids:
             user.change_record(job_id, end=None)
@@ -194,14 +191,7 @@ def test_ends_of_forgotten_jobs_come_from_directory_then_accounting(
         found = {job["id"]: job for job in user.jobs()}
         assert [found[job_id]["state"] for job_id in (good, bad)] == ["SUCCEEDED", "FAILED"]
         assert found[bad]["failure"]["exit_code"] == 4
-        if user.slurm.accounting:
-            assert [found[job_id]["state"] for job_id in (cancelled, again)] == [
-                "CANCELLED",
-                "CANCELLED",
-            ]
-        else:
-            assert [found[job_id]["state"] for job_id in (cancelled, again)] == ["LOST"] * 2
-            assert "it left no verdict" in found[cancelled]["reason"]
+        assert [found[job_id]["state"] for job_id in (cancelled, again)] == ["CANCELLED"] * 2
 
 
 @pytest.mark.slow

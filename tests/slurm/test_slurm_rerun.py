@@ -61,21 +61,6 @@ def test_clean_keeps_ended_job_that_its_owner_queued_again(user: User) -> None:
     user.slurm.run("scancel", slurm_id)
 
 
-def test_login_host_repeats_sent_code_and_clean_removes_it(laptop: Laptop) -> None:
-    laptop.path("value.txt").write_text("old")
-    first = laptop.submit("print(open('value.txt').read())")
-    laptop("wait", first)
-    laptop.path("value.txt").write_text("new")
-    second = laptop("rerun", first).stdout.strip()
-    laptop("wait", second)
-    assert laptop.output(second) == "old\n"
-    there = laptop.there(first)
-    assert there.is_dir()
-    laptop("clean", "--all", "--yes")
-    assert not there.exists()
-    assert laptop.jobs() == []
-
-
 def test_clean_keeps_jobs_of_unreachable_login_host(laptop: Laptop) -> None:
     job_id = laptop.submit("print(1)")
     laptop("wait", job_id)

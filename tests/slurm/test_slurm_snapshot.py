@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import shlex
 import sys
-from pathlib import Path
 
 import code_writer
 import pytest
 from login_user import Laptop
-from procs import wait_until
 from slurm_user import User
 
 TRAIN = """
@@ -93,11 +90,8 @@ def check_code(user: User, cluster: str) -> None:
 @pytest.mark.parametrize(
     "options",
     [
-        ("--launcher", "srun", "train.py"),
         ("--launcher", "srun", "-m", "pack.main"),
         ("--launcher", "torchrun", "train.py"),
-        ("--launcher", "torchrun", "-m", "pack.main"),
-        ("--start", "exec", "-m", "pack.main"),
         ("--", sys.executable, "train.py"),
     ],
     ids=lambda options: "-".join(options[:3]),
@@ -110,55 +104,12 @@ def test_held_job_of_other_launcher_runs_submitted_code(
 
 
 @pytest.mark.slow
-def test_array_and_requeued_job_run_submitted_code(user: User) -> None:
-    write_version(user, 1)
-    waits = user.script(
-        """
-        import os, time, helper
-        print("ran", os.environ["CLUSTERJOB_ATTEMPT"], helper.VERSION, flush=True)
-        open("up", "w").close()
-        while os.environ["CLUSTERJOB_ATTEMPT"] == "0":
-            time.sleep(0.05)
-        """,
-        "waits.py",
-    )
-    array = submit(user, "--sweep", "lr=1,2", "train.py")
-    requeued = user("submit", "--cluster", "slurm", "--requeue", waits).stdout.strip()
-    user.wait_for("up")
-    write_version(user, 2)
-    user.slurm.run("scontrol", "requeue", user.slurm_id(requeued))
-    user.slurm.run("scontrol", "release", user.slurm_id(array))
-    for element in (f"{array}_0", f"{array}_1"):
-        user.wait_for_state(element, "SUCCEEDED")
-        assert user.output(element).splitlines()[0] == SUBMITTED
-    user.wait_for_state(requeued, "SUCCEEDED")
-    assert "ran 1 1" in user.output(requeued)
-
-
-@pytest.mark.slow
-def test_dependent_job_keeps_its_code(user: User) -> None:
-    write_version(user, 1)
-    first = submit(user, "-m", "pack.main")
-    second = user(
-        "submit", "--cluster", "slurm", "--after", f"afterany:{first}", "train.py"
-    ).stdout.strip()
-    link = user.directory_of(second) / "code"
-    tree = link.resolve()
-    assert (tree / "train.py").read_text() == user.path("train.py").read_text()
-    user("cancel", first, second)
-    record = json.loads(user.record_of(second).read_text())
-    assert Path(record["code"]["top"]) == user.directory
-    wait_until(lambda: user.job(second)["state"] == "CANCELLED", 60.0, "the cancel")
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("options", [("train.py",), ("-m", "pack.main")], ids=" ".join)
-def test_held_job_of_login_host_runs_submitted_code(
-    laptop: Laptop, options: tuple[str, ...]
-) -> None:
+def test_held_job_of_login_host_runs_submitted_code(laptop: Laptop) -> None:
     write_version(laptop, 1)
     note = "--no-snapshot: the hosts run a copy of the code"
-    done = laptop("submit", "--cluster", "hpc", "--set", "hold=true", "--no-snapshot", *options)
+    done = laptop(
+        "submit", "--cluster", "hpc", "--set", "hold=true", "--no-snapshot", "-m", "pack.main"
+    )
     assert note in done.stderr
     job_id = done.stdout.strip()
     write_version(laptop, 2)

@@ -31,12 +31,6 @@ STEPS = """
     print("saved", flush=True)
     time.sleep(1000)
     """
-# Saves nothing.
-IDLE = """
-    import time
-    print("begins", flush=True)
-    time.sleep(1000)
-    """
 
 
 def attempts(user: User, job: str) -> int:
@@ -102,48 +96,6 @@ def test_job_runs_again_until_script_is_done(user: User, how: str) -> None:
     assert [verdict["state"] for verdict in verdicts] == ["PREEMPTED", "PREEMPTED"]
     assert len(user.jobs()) == 1
     assert in_queue(user) == set()
-
-
-def test_job_without_newer_checkpoint_ends_after_two_attempts(user: User) -> None:
-    user.path("saved").mkdir()
-    user.path("saved/old").touch()
-    job = user.submit(IDLE, *OPTIONS)
-    for attempt in (0, 1):
-        warn(user, job, attempt)
-    user("wait", job, code=1, timeout=TEST_TIMEOUT)
-    found = user.job(job)
-    assert found["state"] == "FAILED"
-    assert found["reason"].startswith("2 attempts in a row left nothing newer in saved; the last: ")
-    assert attempts(user, job) == 2
-    assert in_queue(user) == set()
-
-
-def test_job_with_failing_code_is_not_queued_again(user: User) -> None:
-    job = user.submit("raise ValueError('wrong')", *OPTIONS)
-    user("wait", job, code=1, timeout=TEST_TIMEOUT)
-    assert user.job(job)["state"] == "FAILED"
-    assert user.slurm_job(job)["Restarts"] == "0"
-
-
-def test_script_that_exits_with_0_after_warning_signal_runs_again(user: User) -> None:
-    text = """
-        import pathlib, signal, sys, time
-        def leave(*_):
-            pathlib.Path("saved/state").touch()
-            sys.exit(0)
-        signal.signal(signal.SIGUSR2, leave)
-        pathlib.Path("saved").mkdir(exist_ok=True)
-        print("begins", flush=True)
-        while not pathlib.Path("saved/state").exists():
-            time.sleep(0.1)
-        print("done", flush=True)
-        """
-    job = user.submit(text, *OPTIONS, "--warn-signal", "usr2")
-    warn(user, job, 0)
-    user("wait", job, timeout=TEST_TIMEOUT)
-    assert user.job(job)["state"] == "SUCCEEDED"
-    assert attempts(user, job) == 2
-    assert user.output(job).count("done") == 1
 
 
 @pytest.mark.parametrize("how", ["requeue", "dependent jobs"])

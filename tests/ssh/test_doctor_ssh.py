@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 import shlex
-import socket
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -12,8 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from doctoring import CLUSTERJOB, Diagnosis, doctor, light_torch
-from procs import TEST_TIMEOUT
+from doctoring import Diagnosis, doctor, light_torch
 from ssh_network import SshHost
 from sshsite import Site
 
@@ -76,12 +74,6 @@ def test_single_host_with_real_torch_passes(site: Site) -> None:
     assert found.message("start") == "gpu1: forked from one process that has imported torch"
 
 
-def test_hosts_behind_bastion_pass(site: Site) -> None:
-    found = doctor(*site.options(hosts="inner[1-2]"), cwd=site.directory)
-    assert found.fit
-    assert found.state("torch") == "warning", "need_torch=false: the job may be no Python program"
-
-
 def test_unreachable_and_untrusted_hosts_fail_check_reached(diagnose: HostDoctor) -> None:
     ssh_network = diagnose.site.ssh_network
     ssh_network.write_config(
@@ -112,43 +104,6 @@ def test_unreachable_and_untrusted_hosts_fail_check_reached(diagnose: HostDoctor
     assert "gpu1, gpu3: 2.9.0" in found.message("torch")
 
 
-def test_all_other_checks_are_unknown_when_no_host_is_reached(diagnose: HostDoctor) -> None:
-    diagnose.site.ssh_network.known_hosts.write_text("")
-    with socket.create_server(("127.0.0.1", 0)) as silent:
-        diagnose.site.ssh_network.write_config(
-            f"Host hole\n  HostName 127.0.0.1\n  Port {silent.getsockname()[1]}\n"
-            "  ConnectTimeout 3\n"
-        )
-        found = diagnose(hosts="gpu1,hole")
-    assert found.failed == ["reached"]
-    unknown, hole = found.message("reached").splitlines()
-    assert unknown.startswith("gpu1: its key is unknown")
-    assert hole == "hole: it accepts TCP and sends nothing for 3 s"
-    states = {
-        found.state(name)
-        for name in (
-            "machines",
-            "interpreter",
-            "torch",
-            "start",
-            "GPUs",
-            "disks",
-            "clock",
-            "versions",
-        )
-    }
-    assert states == {"unknown"}
-
-
-def test_doctor_without_hosts_is_usage_error(site: Site) -> None:
-    argv = [*CLUSTERJOB, "doctor", "--cluster", "ssh"]
-    done = subprocess.run(
-        argv, capture_output=True, text=True, check=False, timeout=TEST_TIMEOUT, cwd=site.directory
-    )
-    assert (done.returncode, done.stdout) == (2, "")
-    assert "the ssh cluster needs hosts" in done.stderr
-
-
 # -- checks on a host ----------------------------------------------------------------------------
 
 
@@ -161,23 +116,6 @@ def test_missing_interpreter_and_missing_torch_fail(diagnose: HostDoctor) -> Non
     assert bare.failed == ["torch"]
     assert bare.message("torch") == f"gpu1, gpu2: no torch: {sys.executable} does not find it"
     assert bare.state("start") == "unknown"
-
-
-def test_host_without_any_python_fails_check_reached(diagnose: HostDoctor) -> None:
-    """Without Python, no check can run on the host."""
-    host = diagnose.site.ssh_network.hosts["gpu2"]
-    bin_ = host.directory / "bin"
-    bin_.mkdir()
-    (bin_ / "bash").symlink_to("/bin/bash")
-    host.stop()
-    host.start(SetEnv=f"HOME={host.home} PATH={bin_}")
-    try:
-        found = diagnose(python="python3", setup=None)
-    finally:
-        host.stop()
-        host.start()
-    assert "gpu2: no Python: there is no interpreter python3" in found.message("reached")
-    assert found.message("disks").splitlines()[-1] == "gpu2: not checked: it needs 'reached'"
 
 
 def test_failed_setup_line_is_error_only_without_sync(diagnose: HostDoctor) -> None:

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from login_user import GUEST, Laptop
 from procs import TEST_TIMEOUT, wait_until
 from sshsite import SLEEPER, Site
 
@@ -84,24 +83,6 @@ def test_commands_against_hosts_work_from_macos(site: Site, macos: None) -> None
     assert "logged out" in run("logout", "gpu1", *config)
 
 
-@pytest.mark.slow
-def test_commands_against_login_host_work_from_macos(laptop: Laptop, macos: None) -> None:
-    def run(*args: str, code: int | None = 0) -> str:
-        done = laptop(*args, code=code)
-        assert "Traceback" not in done.stderr
-        return str(done.stdout + done.stderr)
-
-    job_id = laptop.submit(WRITER, "--nodes", "2")
-    check_job(run, job_id, workers=2)
-    run("fetch", job_id, "runs", "--to", "results")
-    assert (laptop.path("results") / "runs" / "model.bin").read_bytes() == b"weights"
-    assert "on PATH" in run("doctor", "--cluster", "hpc")
-    waiting = laptop.submit(GUEST)
-    wait_until((laptop.meeting / "up0").exists, TEST_TIMEOUT, "the worker")
-    assert "is cancelled" in run("cancel", waiting)
-    laptop.wait_for_state(waiting, "CANCELLED")
-
-
 @pytest.mark.parametrize(
     ("args", "what"),
     [
@@ -138,22 +119,5 @@ def test_identity_of_process_without_proc_is_that_of_ps(macos: None) -> None:
         "assert _start(child) is None\n"
         "os.umask(0o027)\n"
         "assert _umask() == 0o027\n"
-    )
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=TEST_TIMEOUT)
-
-
-def test_this_simulation_hides_proc_and_linux_calls(tmp_path: Path, macos: None) -> None:
-    code = (
-        "import ctypes, os, socket, sys\n"
-        "assert sys.platform == 'darwin' and not os.path.exists('/proc/self/stat')\n"
-        "assert not hasattr(os, 'pipe2') and not hasattr(socket, 'TCP_USER_TIMEOUT')\n"
-        "for try_it in (lambda: open('/proc/self/status'), lambda: os.open('/proc/1/stat', 0),\n"
-        "               lambda: os.listdir('/proc'), lambda: ctypes.CDLL(None).prctl,\n"
-        "               lambda: socket.socket(socket.AF_UNIX).bind('\\0name')):\n"
-        "    try:\n"
-        "        try_it()\n"
-        "    except (OSError, AttributeError):\n"
-        "        continue\n"
-        "    sys.exit('a call of Linux works')\n"
     )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=TEST_TIMEOUT)

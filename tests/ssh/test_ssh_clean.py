@@ -7,7 +7,7 @@ import time
 from pathlib import Path
 
 import pytest
-from sshsite import SLEEPER, TEST_TIMEOUT, Site, close_connections, output_lines, wait_for_lines
+from sshsite import SLEEPER, TEST_TIMEOUT, Site, output_lines, wait_for_lines
 from verdicts import wait_for_verdict
 
 from clusterjob.core import cleaning, jobs, polling, rerun
@@ -45,28 +45,6 @@ def test_ended_jobs_and_their_code_are_removed_from_all_hosts(site: Site) -> Non
         assert stored(site, host) == []
     assert Records().all() == []
     assert not record.job_dir.exists()
-
-
-@pytest.mark.slow
-def test_job_with_unreachable_host_is_kept_everywhere_and_removed_later(site: Site) -> None:
-    record = ended(site, "print('done')")
-    close_connections()
-    host = site.ssh_network.hosts["gpu2"]
-    host.stop()
-    try:
-        found, _ = cleaning.find(Wanted())
-        assert "gpu2" in found[0].kept
-        cleaning.remove(found)
-    finally:
-        host.start()
-    assert site.remote_dir(record, "gpu1").is_dir()
-    assert record.job_dir.is_dir()
-    close_connections()
-    found, _ = cleaning.find(Wanted())
-    assert found[0].kept == ""
-    cleaning.remove(found)
-    assert Records().all() == []
-    assert not site.remote_dir(record, "gpu2").exists()
 
 
 @pytest.mark.slow

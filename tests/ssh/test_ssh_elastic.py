@@ -38,7 +38,7 @@ def follow(record: Record) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("host", ["gpu2", "gpu1"], ids=["node 1", "coordinator"])
+@pytest.mark.parametrize("host", ["gpu1"], ids=["coordinator"])
 def test_job_goes_on_with_its_spare_host_when_a_host_is_cut_off(
     site: Site, tmp_path: Path, host: str
 ) -> None:
@@ -94,16 +94,3 @@ def test_another_host_of_the_list_replaces_one_that_cannot_be_reached(
     assert "gpu3 takes its place" in caplog.text
     assert [host["name"] for host in record.handle.data["hosts"]] == ["gpu3", "gpu2"]
     assert '"node_rank": 0, "host": "gpu3"' in (record.job_dir / "events.jsonl").read_text()
-
-
-@pytest.mark.slow
-def test_job_is_refused_if_too_few_hosts_of_the_list_can_be_used(site: Site) -> None:
-    gone = [site.ssh_network.hosts[name] for name in ("gpu1", "gpu3")]
-    for host in gone:
-        host.stop()
-    try:
-        error = site.refused(hosts="gpu[1-3]", nodes=2, set={"connect_timeout": "5"})
-    finally:
-        for host in gone:
-            host.start()
-    assert "gpu3" in error.message

@@ -4,21 +4,19 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
 import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-from procs import TEST_TIMEOUT
 from ssh_network import SshNetwork
 from sshsite import Site, close_connections
 from verdicts import wait_for_verdict
 
 from clusterjob.core import jobs
 from clusterjob.core.records import Record
-from clusterjob.errors import ClusterJobError, UsageError
+from clusterjob.errors import ClusterJobError
 from clusterjob.node.verdict import JobState
 
 WRITER = """
@@ -130,39 +128,12 @@ def test_fetch_command_reports_written_and_kept_files(
 ) -> None:
     close_connections()
     for expected, text in ((0, "3 written, 0 unchanged"), (0, "0 written, 3 unchanged")):
-        process = site.command(
-            "fetch", record.job_id, "runs/", "--to", str(target), stdin=subprocess.DEVNULL
-        )
-        out, err = process.communicate(timeout=TEST_TIMEOUT)
-        assert (process.returncode, out) == (expected, "")
+        code, out, err = site.run("fetch", record.job_id, "runs/", "--to", str(target))
+        assert (code, out) == (expected, "")
         assert text in err
     (target / "runs" / "rank0.txt").write_text("mine")
-    process = site.command(
-        "fetch", record.job_id, "runs/", "--to", str(target), stdin=subprocess.DEVNULL
-    )
-    _, err = process.communicate(timeout=TEST_TIMEOUT)
-    assert process.returncode == 1
+    _, _, err = site.run("fetch", record.job_id, "runs/", "--to", str(target), code=1)
     assert "runs/rank0.txt not replaced: it has changed here" in err
-
-
-def test_fetch_from_missing_node_is_refused(record: Record, target: Path) -> None:
-    with pytest.raises(UsageError, match="has no node 2"):
-        fetch(record, target, nodes=(2,))
-
-
-def test_submit_records_git_revision_and_uncommitted_changes(site: Site) -> None:
-    git = ["git", "-C", str(site.directory), "-c", "user.name=x", "-c", "user.email=x@x"]
-    site.script("old = 1\n")
-    for arguments in (["init", "-q"], ["add", "."], ["commit", "-qm", "first"]):
-        subprocess.run([*git, *arguments], check=True)
-    record = site.submit("new = 2\n")
-    revision = subprocess.run(
-        [*git, "rev-parse", "HEAD"], check=True, capture_output=True, text=True
-    ).stdout.strip()
-    assert record.handle is not None
-    assert record.handle.data["code"]["git"]["revision"] == revision
-    assert "+new = 2" in (record.job_dir / "code.diff").read_text()
-    wait_for_verdict(record)
 
 
 def test_unchanged_code_is_not_sent_again(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -185,16 +156,9 @@ def test_unchanged_code_is_not_sent_again(site: Site, monkeypatch: pytest.Monkey
 # -- hosts ---------------------------------------------------------------------------------------
 
 
-def run(site: Site, *arguments: str) -> tuple[int, str, str]:
-    process = site.command(*arguments, stdin=subprocess.DEVNULL)
-    out, err = process.communicate(timeout=TEST_TIMEOUT)
-    return process.returncode, out, err
-
-
 def trust(site: Site, host: str, *more: str) -> tuple[int, str, str]:
     option = ("--set", f"ssh_config={site.ssh_network.config}")
-    return run(
-        site,
+    return site.run(
         "hosts",
         "trust",
         host,
@@ -207,8 +171,8 @@ def trust(site: Site, host: str, *more: str) -> tuple[int, str, str]:
 
 def test_hosts_command_shows_hosts_with_their_errors(site: Site) -> None:
     option = ("--set", f"ssh_config={site.ssh_network.config}")
-    code, out, err = run(
-        site, "hosts", "--hosts", "gpu1,nowhere.invalid", *option, "--python", site.python, "--json"
+    code, out, err = site.run(
+        "hosts", "--hosts", "gpu1,nowhere.invalid", *option, "--python", site.python, "--json"
     )
     assert code == 1, err
     first, second = json.loads(out)["hosts"]
@@ -216,10 +180,10 @@ def test_hosts_command_shows_hosts_with_their_errors(site: Site) -> None:
     assert first["error"].startswith("no torch")
     assert first["free"] > 0
     assert "unknown host" in second["error"]
-    code, out, _ = run(site, "hosts", "--hosts", "gpu1", *option, "--python", site.python)
+    code, out, _ = site.run("hosts", "--hosts", "gpu1", *option, "--python", site.python)
     assert code == 1
     assert "gpu1  root@10.77.0.1:22" in out
-    code, _, err = run(site, "hosts", *option)
+    code, _, err = site.run("hosts", *option)
     assert (code, "there are no hosts" in err) == (2, True)
 
 
@@ -234,7 +198,7 @@ def test_trusted_host_key_is_recorded_and_host_is_usable(site: Site) -> None:
         ssh_network.known_hosts.read_text()
         == f"# mine\n10.77.0.1 {ssh_network.hosts['gpu1'].public_key}\n"
     )
-    code, _, err = run(site, "hosts", "trust", "gpu1", *option)
+    code, _, err = site.run("hosts", "trust", "gpu1", *option)
     assert (code, "already recorded" in err) == (0, True)
     assert wait_for_verdict(site.submit("", hosts="gpu1")).state is JobState.SUCCEEDED
 
@@ -256,8 +220,7 @@ def test_host_key_with_other_fingerprint_is_not_trusted(site: Site) -> None:
     ssh_network: SshNetwork = site.ssh_network
     ssh_network.known_hosts.write_text("")
     option = ("--set", f"ssh_config={ssh_network.config}")
-    code, _, err = run(
-        site,
+    code, _, err = site.run(
         "hosts",
         "trust",
         "gpu1",
@@ -268,8 +231,7 @@ def test_host_key_with_other_fingerprint_is_not_trusted(site: Site) -> None:
     assert (code, "this may be another machine; do not trust it" in err) == (1, True)
     assert ssh_network.known_hosts.read_text() == ""
     assert (
-        run(
-            site,
+        site.run(
             "hosts",
             "trust",
             "gpu1",

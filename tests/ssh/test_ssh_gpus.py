@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import secrets
 import time
 from collections.abc import Iterator
@@ -14,9 +13,8 @@ from sshsite import Site, wait_for_lines
 from verdicts import wait_for_verdict
 
 from clusterjob.core import jobs, polling
-from clusterjob.errors import ConfigError, SpecError, SubmitError
+from clusterjob.errors import SubmitError
 from clusterjob.node.host_server import gpus
-from clusterjob.node.program import Program
 from clusterjob.node.verdict import JobState
 
 # The GPUs of the hosts are those of a fake nvidia-smi.
@@ -103,28 +101,3 @@ def test_too_few_gpus_give_cpu_rehearsal_unless_required(
     error = submit_error(site, gpus_per_node=2)
     assert "gpu1: 0 GPUs where 2 are asked for" in error
     assert "gpu2: 0 GPUs where 2 are asked for" in error
-
-
-@pytest.mark.parametrize(
-    ("flags", "message"),
-    [
-        ({"gpus": "auto:0"}, "--gpus auto with 0 GPUs"),
-        (
-            {"gpus": "0,1", "gpus_per_node": 3},
-            "--gpus 0,1 and --gpus-per-node 3 ask for different GPUs",
-        ),
-        ({"gpus": "0,0"}, "'0,0' names a GPU twice"),
-        ({"gpus": "all"}, "names no GPUs"),
-        ({"gpus": "0;rm"}, "names no GPUs"),
-    ],
-)
-def test_wrong_gpu_options_are_refused(site: Site, flags: dict[str, object], message: str) -> None:
-    site.script("")
-    with pytest.raises((SpecError, ConfigError), match=message):
-        site.plan(Program("script", "script.py"), **flags)
-
-
-def test_gpu_list_sets_number_of_workers(site: Site) -> None:
-    plan = site.plan(Program("script", site.script("")), gpus="0,2,3")
-    assert (plan.spec.resources.gpus_per_node, plan.spec.nproc_per_node) == (3, 3)
-    assert json.dumps(plan.spec.to_json())

@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import hashlib
-import json
 import os
-import signal
-import time
 
 import pytest
 from inside_job import LEFT, Inside, get
 from procs import TEST_TIMEOUT, command_line, wait_until
 from sshsite import SLEEPER, Site, wait_for_lines
-from stacked import LIMIT, NOISE, WAITING, check_stacks, stacks_json
+from stacked import LIMIT, NOISE, WAITING, check_stacks
 
 from clusterjob.core.records import Records
 
@@ -28,9 +25,7 @@ def on_host(site: Site, host: str, text: str) -> list[int]:
 
 
 def cancel(site: Site, job: Inside) -> None:
-    with site.command("cancel", job.id) as process:
-        _, err = process.communicate(timeout=TEST_TIMEOUT)
-    assert process.returncode == 0, err
+    site.run("cancel", job.id, code=0)
 
 
 def test_exec_runs_on_host_of_rank_and_killed_client_leaves_nothing(site: Site) -> None:
@@ -38,13 +33,6 @@ def test_exec_runs_on_host_of_rank_and_killed_client_leaves_nothing(site: Site) 
     there = site.remote_dir(Records().find(job.id), "gpu2") / "code"
     job.check_exec("$(uname -n) $PWD", f"gpu2 {there}")
     job.check_killed_client(node=1, sleepers=lambda: on_host(site, "gpu2", "sleep 7777"))
-    cancel(site, job)
-
-
-@pytest.mark.slow
-def test_shell_over_ssh_follows_size_and_keys(site: Site) -> None:
-    job = started(site)
-    job.check_shell(rank=2, where="uname -n", answer="gpu2")
     cancel(site, job)
 
 
@@ -92,13 +80,6 @@ def test_forward_reaches_loopback_of_host_and_ends_with_job(site: Site) -> None:
 
 
 @pytest.mark.slow
-def test_interrupt_of_client_reaches_command_on_host(site: Site) -> None:
-    job = started(site)
-    job.check_interrupt()
-    cancel(site, job)
-
-
-@pytest.mark.slow
 def test_cut_network_ends_client_and_later_the_command(site: Site) -> None:
     record = site.submit(SLEEPER, hosts="gpu2")
     wait_for_lines(record, "up 0")
@@ -121,24 +102,4 @@ def test_stacks_of_16_ranks_on_2_hosts_within_3_seconds(site: Site) -> None:
     wait_for_lines(record, *(f"up {rank}" for rank in range(16)))
     job = Inside(record.job_id, site.directory)
     assert check_stacks(job, 16, ["gpu1", "gpu2"]) < LIMIT * NOISE
-    cancel(site, job)
-
-
-@pytest.mark.slow
-def test_host_that_does_not_answer_is_named_and_other_is_shown(site: Site) -> None:
-    record = site.submit(WAITING, nproc_per_node=2)
-    wait_for_lines(record, *(f"up {rank}" for rank in range(4)))
-    job = Inside(record.job_id, site.directory)
-    host = site.ssh_network.hosts["gpu2"]
-    os.kill(host.sshd, signal.SIGSTOP)  # the kernel accepts connections, and nobody answers
-    try:
-        begin = time.monotonic()
-        out, err = job.exec("--json", verb="stacks", code=255)
-        assert time.monotonic() - begin < 40
-    finally:
-        os.kill(host.sshd, signal.SIGCONT)
-    assert [each["rank"] for each in json.loads(out)["ranks"]] == [0, 1]
-    assert err.decode().startswith("clusterjob: node 1: ")
-    assert len(err.splitlines()) == 1
-    assert len(stacks_json(job)["ranks"]) == 4
     cancel(site, job)

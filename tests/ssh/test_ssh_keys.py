@@ -76,11 +76,6 @@ def test_known_changed_unknown_and_revoked_keys_have_their_status(
     )
 
 
-def test_revoked_key_is_revoked_although_it_is_known(tmp_path: Path, key: Key) -> None:
-    files = known(tmp_path, f"gpu1 {key}", f"@revoked gpu1 {key}")
-    assert files.status(["gpu1"], key.blob)[0] is HostKeyStatus.REVOKED
-
-
 def test_key_recorded_without_port_is_known_on_other_port(
     tmp_path: Path, key: Key, other: Key
 ) -> None:

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-import subprocess
 import sys
 import textwrap
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from procs import TEST_TIMEOUT
 from ssh_network import SshHost
-from sshsite import Site, close_connections
+from sshsite import close_connections
 
 # Reads the submitter's script up to the line with the zip's digest, then answers calls. `play`
 # defines `answer(request)`: it gets the arguments of a call and its name as ``call``, and returns
@@ -92,14 +90,3 @@ def _forced(host: SshHost, script: Path) -> Iterator[None]:
     finally:
         close_connections()
         host.restart()
-
-
-def run(site: Site, *words: str) -> tuple[int, str, str]:
-    """Run a clusterjob command to its end; return exit code, stdout and stderr."""
-    process = site.command(*words, stdin=subprocess.DEVNULL)
-    try:
-        out, err = process.communicate(timeout=TEST_TIMEOUT)
-    finally:
-        process.kill()
-        process.wait()
-    return process.returncode, out, err

@@ -10,14 +10,15 @@ import os
 import shutil
 import signal
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from launching import free_port
 from procs import MARKER, alive, below, command_line, missing_programs, wait_until
 from slurm_cluster import SlurmCluster
-from slurm_user import User, user_of
+from slurm_user import User
 from ssh_network import checked_output, start_sshd
 
 # Creates the file up<RANK> in $MEET, which is outside of the job's directory, then waits for the
@@ -122,12 +123,12 @@ class Laptop(User):
 
     cluster = "hpc"
 
-    def __init__(self, slurm: SlurmCluster, directory: Path, patch: pytest.MonkeyPatch) -> None:
-        super().__init__(slurm, directory, patch)
+    def __init__(self, slurm: SlurmCluster, directory: Path, *more: Any) -> None:
+        super().__init__(slurm, directory, *more)
         self.login = LoginHost(directory.parent / "login", slurm)
         self.meeting = directory.parent / "meet"
         self.meeting.mkdir()
-        patch.delenv("SLURM_CONF")
+        self.patch.delenv("SLURM_CONF")
         self.profile()
         self.login.start()
 
@@ -173,28 +174,11 @@ def _toml(text: str) -> str:
     return '"' + text.replace("\\", "\\\\").replace('"', '\\"') + '"'
 
 
-def _laptop_of(slurm: SlurmCluster, tmp_path: Path, patch: pytest.MonkeyPatch) -> Iterator[Laptop]:
+@pytest.fixture
+def laptop(slurm: SlurmCluster, new_user: Callable[..., User]) -> Iterator[User]:
+    """Return a user with a laptop and a cluster without accounting."""
     if why := missing_programs("sshd", "ssh-keygen"):
         pytest.skip(why)
-    with user_of(slurm, tmp_path, patch, Laptop) as made:
-        assert isinstance(made, Laptop)
-        try:
-            yield made
-        finally:
-            made.login.stop(close_connections=True)
-
-
-@pytest.fixture
-def laptop(
-    slurm: SlurmCluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> Iterator[Laptop]:
-    """Return a user with a laptop and a cluster without accounting."""
-    yield from _laptop_of(slurm, tmp_path, monkeypatch)
-
-
-@pytest.fixture
-def laptop_of_each_cluster(
-    slurm_cluster: SlurmCluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> Iterator[Laptop]:
-    """Run the test twice: without and with accounting."""
-    yield from _laptop_of(slurm_cluster, tmp_path, monkeypatch)
+    made = new_user(slurm, Laptop)
+    yield made
+    made.login.stop(close_connections=True)

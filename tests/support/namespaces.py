@@ -43,6 +43,28 @@ def skip_reason() -> str:
     return ""
 
 
+def add_switch(name: str) -> None:
+    """Make a namespace with a bridge."""
+    _ip(f"netns add {name}")
+    _ip(f"-n {name} link add br0 type bridge")
+    _ip(f"-n {name} link set br0 up")
+
+
+def add_host(name: str) -> None:
+    _ip(f"netns add {name}")
+    _ip(f"-n {name} link set lo up")
+
+
+def wire(switch: str, port: str, host: str, interface: str, *addresses: str) -> None:
+    """Connect a host with a switch; the interface of the host gets the addresses."""
+    _ip(f"-n {switch} link add {port} type veth peer name {interface} netns {host}")
+    _ip(f"-n {switch} link set {port} master br0 up")
+    for address in addresses:
+        duplicates = " nodad" if ":" in address else ""
+        _ip(f"-n {host} address add {address} dev {interface}{duplicates}")
+    _ip(f"-n {host} link set {interface} up")
+
+
 @contextlib.contextmanager
 def machines(count: int, interface: str = "eth0") -> Iterator[list[Machine]]:
     """Create machines; remove them and their interfaces at the end."""
@@ -52,26 +74,15 @@ def machines(count: int, interface: str = "eth0") -> Iterator[list[Machine]]:
         for index in range(count)
     ]
     switch = f"{run}s"
-    names = [switch]
     try:
-        _ip(f"netns add {switch}")
-        _ip(f"-n {switch} link add br0 type bridge")
-        _ip(f"-n {switch} link set br0 up")
+        add_switch(switch)
         for index, machine in enumerate(made):
-            names.append(machine.name)
-            _ip(f"netns add {machine.name}")
-            _ip(f"-n {machine.name} link set lo up")
-            _ip(
-                f"-n {switch} link add p{index} type veth"
-                f" peer name {interface} netns {machine.name}"
-            )
-            _ip(f"-n {switch} link set p{index} master br0 up")
-            _ip(f"-n {machine.name} address add {machine.address}/24 dev {interface}")
-            _ip(f"-n {machine.name} -6 address add {machine.address6}/64 dev {interface} nodad")
-            _ip(f"-n {machine.name} link set {interface} up")
+            add_host(machine.name)
+            addresses = (f"{machine.address}/24", f"{machine.address6}/64")
+            wire(switch, f"p{index}", machine.name, interface, *addresses)
         yield made
     finally:
-        for name in names:
+        for name in (switch, *(machine.name for machine in made)):
             subprocess.run(["ip", "netns", "del", name], capture_output=True, check=False)
 
 

@@ -30,6 +30,9 @@ COMMAND_MODULES = (
     "clusterjob.cli.output",
     "clusterjob.cli.watch",
     "clusterjob.backends.local.backend",
+    "clusterjob.backends.mlp.backend",
+    "clusterjob.backends.slurm.backend",
+    "clusterjob.core.jobs",
     "jinja2.sandbox",
     "platformdirs",
 )

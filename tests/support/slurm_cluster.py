@@ -272,14 +272,6 @@ class SlurmCluster:
             "slurmctld to answer",
         )
 
-    def restart_controller(self, number_of_signal: int = signal.SIGTERM) -> None:
-        self.stop_controller(number_of_signal)
-        self.start_controller()
-
-    def freeze_controller(self) -> None:
-        """Send SIGSTOP to slurmctld: the kernel accepts connections, but nothing answers."""
-        _signal(self._running("slurmctld"), signal.SIGSTOP)
-
     def thaw_controller(self) -> None:
         _signal(self._running("slurmctld"), signal.SIGCONT)
 
@@ -418,7 +410,8 @@ class SlurmCluster:
     def _reconfigure(self, settings: dict[str, object]) -> None:
         self.settings = settings
         self._write_conf()
-        self.restart_controller()
+        self.stop_controller()
+        self.start_controller()
         self.run("scontrol", "reconfigure")  # for the slurmds
 
     def _write_conf(self) -> None:

@@ -2,22 +2,17 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
-import os
-import shlex
 import shutil
-import signal
 import subprocess
 import sys
 import tempfile
-import textwrap
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-from commands import CLUSTERJOB, PACKAGE
+from command_user import CommandUser
 from procs import TEST_TIMEOUT, kill_all, own_processes, wait_for_no_processes, wait_until
 from slurm_cluster import SlurmCluster, missing_packages
 from ssh_network import python_without_torch
@@ -45,7 +40,7 @@ GUEST = """
 """
 
 
-class User:
+class User(CommandUser):
     """A user on a login node.
 
     The jobs use an interpreter that cannot import torch and therefore starts ten times faster.
@@ -53,28 +48,12 @@ class User:
 
     cluster = "slurm"
 
-    def __init__(self, slurm: SlurmCluster, directory: Path, patch: pytest.MonkeyPatch) -> None:
+    def __init__(self, slurm: SlurmCluster, directory: Path, *more: Any) -> None:
+        super().__init__(directory, *more)
         self.slurm = slurm
-        self.directory = directory
         self.meeting = directory  # where the workers write files for the test
         self.python = python_without_torch(directory.parent)
-        patch.setenv("CLUSTERJOB_PYTHON", str(self.python))
-        self.patch = patch
-        self.home = Path(os.environ["CLUSTERJOB_HOME"])
-        self.running: list[subprocess.Popen[str]] = []
-
-    # -- files -------------------------------------------------------------------------------------
-
-    def path(self, name: str) -> Path:
-        return self.directory / name
-
-    def script(self, text: str, name: str = "script.py") -> str:
-        """Write a program and return its name; keep other programs, which a job may still start."""
-        text = textwrap.dedent(text)
-        while self.path(name).exists() and self.path(name).read_text() != text:
-            name = f"another_{name}"
-        self.path(name).write_text(text)
-        return name
+        self.patch.setenv("CLUSTERJOB_PYTHON", str(self.python))
 
     def wait_for(self, *names: str, timeout: float = TEST_TIMEOUT) -> None:
         wait_until(
@@ -83,93 +62,10 @@ class User:
             f"the files {names}",
         )
 
-    def command_first_on_path(self, name: str, text: str) -> Path:
-        """Put a shell script on PATH before a command of the same name; return its notes file.
-
-        In the script, $REAL is the path of the real command and $NOTES the path of the notes file.
-        """
-        bin_, notes = self.directory.parent / "bin", self.directory.parent / f"notes-{name}"
-        bin_.mkdir(exist_ok=True)
-        notes.touch()
-        real = subprocess.run(
-            ["which", name], capture_output=True, text=True, check=False
-        ).stdout.strip()
-        (bin_ / name).write_text(
-            f"#!/bin/sh\nREAL={shlex.quote(real)} NOTES={shlex.quote(str(notes))}\n"
-            f"{textwrap.dedent(text)}"
-        )
-        (bin_ / name).chmod(0o755)
-        if not os.environ["PATH"].startswith(f"{bin_}:"):
-            self.patch.setenv("PATH", f"{bin_}:{os.environ['PATH']}")
-        return notes
-
-    # -- commands ----------------------------------------------------------------------------------
-
-    def __call__(
-        self, *args: str, code: int = 0, **options: Any
-    ) -> subprocess.CompletedProcess[str]:
-        """Run clusterjob to its end; fail the test if its exit code is not ``code``."""
-        options = {
-            "cwd": self.directory,
-            "stdin": subprocess.DEVNULL,
-            "timeout": TEST_TIMEOUT,
-            **options,
-        }
-        done = subprocess.run(
-            [*CLUSTERJOB, *args],
-            check=False,
-            capture_output=True,
-            text=True,
-            errors="surrogateescape",
-            **options,
-        )
-        assert done.returncode == code, (
-            f"exit code {done.returncode}\n{done.stdout}\n{done.stderr}\n{self.logs()}"
-        )
-        assert PACKAGE not in done.stderr, f"a traceback of ours\n{done.stderr}"
-        return done
-
-    def start(self, *args: str, **options: Any) -> subprocess.Popen[str]:
-        """Start clusterjob; `said` returns its output."""
-        number = len(self.running)
-        with (
-            self._output(number, "out").open("w") as out,
-            self._output(number, "err").open("w") as err,
-        ):
-            options = {
-                "cwd": self.directory,
-                "stdin": subprocess.DEVNULL,
-                "stdout": out,
-                "stderr": err,
-                **options,
-            }
-            self.running.append(subprocess.Popen([*CLUSTERJOB, *args], text=True, **options))
-        return self.running[-1]
-
-    def output_of(self, process: subprocess.Popen[str]) -> tuple[str, str]:
-        """Return the current stdout and stderr of a command from `start`."""
-        number = self.running.index(process)
-        return self._output(number, "out").read_text(), self._output(number, "err").read_text()
-
-    def _output(self, number: int, stream: str) -> Path:
-        return self.directory.parent / f"command{number}.{stream}"
-
-    def run(
-        self, text: str, *options: str, args: tuple[str, ...] = (), code: int = 0
-    ) -> subprocess.CompletedProcess[str]:
-        return self("run", "--cluster", self.cluster, *options, self.script(text), *args, code=code)
-
-    def submit(self, text: str, *options: str, args: tuple[str, ...] = ()) -> str:
-        return self(
-            "submit", "--cluster", self.cluster, *options, self.script(text), *args
-        ).stdout.strip()
-
     def refused(self, *options: str, code: int = 1, command: str = "submit") -> str:
         """Return the error message for a refused job; fail if files or a job in Slurm remain."""
         before = self._queued()
-        message = self(
-            command, "--cluster", self.cluster, *options, self.script("pass"), code=code
-        ).stderr
+        message = self(command, *self.target, *options, self.script("pass"), code=code).stderr
         assert self._queued() <= before  # Slurm may have removed ended jobs meanwhile
         assert self.remaining_files() == []
         return message
@@ -178,49 +74,6 @@ class User:
         return set(
             self.slurm.run("squeue", "--noheader", "--states=all", "--format=%i").stdout.split()
         )
-
-    def submit_error_without_slurm(self) -> str:
-        """Return the error message for a job when Slurm does not answer."""
-        message = self("submit", "--cluster", self.cluster, self.script("pass"), code=1).stderr
-        assert self.remaining_files() == []
-        return message
-
-    # -- jobs --------------------------------------------------------------------------------------
-
-    def jobs(self, *ids: str) -> list[dict[str, Any]]:
-        jobs: list[dict[str, Any]] = json.loads(
-            self(*(("status", "--json", *ids) if ids else ("list", "--json"))).stdout
-        )["jobs"]
-        return jobs
-
-    def job(self, job_id: str) -> dict[str, Any]:
-        [job] = self.jobs(job_id)
-        return job
-
-    def wait_for_state(
-        self, job_id: str, *states: str, timeout: float = TEST_TIMEOUT
-    ) -> dict[str, Any]:
-        def job_in_state() -> dict[str, Any] | None:
-            job = self.job(job_id)
-            return job if job["state"] in states else None
-
-        found = wait_until(
-            job_in_state, timeout, f"{job_id} to be {' or '.join(states)}: {self.job(job_id)}"
-        )
-        assert found is not None
-        return found
-
-    def directory_of(self, job_id: str) -> Path:
-        whole, _, index = job_id.partition("_")
-        return self.home / "jobs" / whole / (f"elements/{index}" if index else "")
-
-    def record_of(self, job_id: str) -> Path:
-        """Return the path of a job's record."""
-        return self.home / "records" / f"{job_id}.json"
-
-    def change_record(self, job_id: str, **fields: Any) -> None:
-        path = self.record_of(job_id)
-        path.write_text(json.dumps(json.loads(path.read_text()) | fields))
 
     def force_new_query(self) -> None:
         """Make the next command query Slurm, even if the snapshot is recent."""
@@ -234,71 +87,17 @@ class User:
     def slurm_job(self, job_id: str) -> dict[str, str]:
         return self.slurm.job(self.slurm_id(job_id))
 
-    def output(self, job_id: str, *options: str) -> str:
-        return self("logs", job_id, *options).stdout
-
-    def remaining_files(self) -> list[str]:
-        """Return all files of jobs and all records."""
-        folders = (self.home / "jobs", self.home / "records")
-        return [str(path) for folder in folders for path in folder.rglob("*") if not path.is_dir()]
-
-    def logs(self) -> str:
-        """Return the ends of slurm*.out and agent.log, for messages of failed tests."""
-        found = sorted(
-            [*self.home.glob("jobs/**/slurm*.out"), *self.home.glob("jobs/**/agent.log")]
-        )
-        return "\n".join(
-            f"-- {path}:\n{path.read_text(errors='replace')[-2000:]}" for path in found
-        )
-
-
-@contextlib.contextmanager
-def user_of(
-    slurm: SlurmCluster, tmp_path: Path, patch: pytest.MonkeyPatch, kind: type[User] = User
-) -> Iterator[User]:
-    """Yield a user; afterwards restore the cluster; fail the test if processes of it are left."""
-    directory = tmp_path / "work"
-    directory.mkdir()
-    user = kind(slurm, directory, patch)
-    try:
-        yield user
-    finally:
-        still = [process for process in user.running if process.poll() is None]
-        for process in still:
-            process.send_signal(signal.SIGCONT)
-            process.kill()
-            process.wait()
-        slurm.restore()
-        try:
-            wait_for_no_processes(PROMPT)
-        finally:
-            kill_all(own_processes())
-    assert not still, f"commands that the test left running: {[process.args for process in still]}"
-
 
 @pytest.fixture
-def user(slurm: SlurmCluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[User]:
+def user(slurm: SlurmCluster, new_user: Callable[..., User]) -> User:
     """Return a user of the cluster without accounting."""
-    with user_of(slurm, tmp_path, monkeypatch) as made:
-        yield made
+    return new_user(slurm, User)
 
 
 @pytest.fixture
-def user_of_each_cluster(
-    slurm_cluster: SlurmCluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> Iterator[User]:
-    """Run the test twice: without and with accounting."""
-    with user_of(slurm_cluster, tmp_path, monkeypatch) as made:
-        yield made
-
-
-@pytest.fixture
-def user_accounted(
-    slurm_accounted: SlurmCluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> Iterator[User]:
+def user_accounted(slurm_accounted: SlurmCluster, new_user: Callable[..., User]) -> User:
     """Return a user of the cluster with accounting."""
-    with user_of(slurm_accounted, tmp_path, monkeypatch) as made:
-        yield made
+    return new_user(slurm_accounted, User)
 
 
 # -- fixtures of a real Slurm: each cluster starts once, for the first test that needs it ----------
@@ -339,6 +138,10 @@ def _with_environment(cluster: SlurmCluster, patch: pytest.MonkeyPatch) -> Itera
         yield cluster
     finally:
         cluster.restore()
+        try:
+            wait_for_no_processes(PROMPT)
+        finally:
+            kill_all(own_processes())
 
 
 @pytest.fixture(scope="session")
@@ -349,14 +152,6 @@ def _slurm_none() -> Iterator[SlurmCluster]:
 @pytest.fixture(scope="session")
 def _slurm_dbd() -> Iterator[SlurmCluster]:
     yield from _run_cluster("--accounting")
-
-
-@pytest.fixture(scope="session", params=["none", "slurmdbd"])
-def _slurm_either(request: pytest.FixtureRequest) -> SlurmCluster:
-    cluster: SlurmCluster = request.getfixturevalue(
-        "_slurm_none" if request.param == "none" else "_slurm_dbd"
-    )
-    return cluster
 
 
 @pytest.fixture
@@ -371,11 +166,3 @@ def slurm_accounted(
 ) -> Iterator[SlurmCluster]:
     """Return the cluster with slurmdbd and MariaDB."""
     yield from _with_environment(_slurm_dbd, monkeypatch)
-
-
-@pytest.fixture
-def slurm_cluster(
-    _slurm_either: SlurmCluster, monkeypatch: pytest.MonkeyPatch
-) -> Iterator[SlurmCluster]:
-    """Run the test twice: without and with accounting."""
-    yield from _with_environment(_slurm_either, monkeypatch)

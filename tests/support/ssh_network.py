@@ -24,6 +24,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import namespaces
 import pytest
 from procs import MARKER, alive, command_line, missing_programs, wait_until
 
@@ -187,9 +188,9 @@ class SshNetwork:
         Path("/run/sshd").mkdir(exist_ok=True)
         checked_output("ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", self.key)
         shutil.copy(f"{self.key}.pub", self.directory / "authorized_keys")
-        self._network("outer")
-        self._network("inner")
-        self._join("client", "outer", "10.77.0.100", "eth0")
+        for network in ("outer", "inner"):
+            namespaces.add_switch(f"{self.prefix}{network}")
+        self._join("client", "outer", "10.77.0.100")
         for number in range(1, gpus + 1):
             self._add(f"gpu{number}", "outer", f"10.77.0.{number}")
         self._add("bastion", "outer", "10.77.0.50")
@@ -224,45 +225,21 @@ class SshNetwork:
         text += "Host *\n" + "".join(f"  {key} {value}\n" for key, value in common.items())
         self.config.write_text(text)
 
-    def _network(self, name: str) -> None:
-        namespace = f"{self.prefix}{name}"
-        checked_output("ip", "netns", "add", namespace)
-        checked_output("ip", "-n", namespace, "link", "add", "br0", "type", "bridge")
-        checked_output("ip", "-n", namespace, "link", "set", "br0", "up")
-
-    def _join(self, name: str, network: str, address: str, interface: str) -> None:
-        checked_output("ip", "netns", "add", f"{self.prefix}{name}")
-        checked_output("ip", "-n", f"{self.prefix}{name}", "link", "set", "lo", "up")
-        self._wire(name, network, address, interface)
-
-    def _wire(self, name: str, network: str, address: str, interface: str) -> None:
-        hub, end = f"{self.prefix}{network}", f"{self.prefix}{name}"
-        checked_output(
-            "ip",
-            "-n",
-            hub,
-            "link",
-            "add",
-            f"p{name}",
-            "type",
-            "veth",
-            "peer",
-            "name",
-            interface,
-            "netns",
-            end,
-        )
-        checked_output("ip", "-n", hub, "link", "set", f"p{name}", "master", "br0", "up")
-        checked_output("ip", "-n", end, "addr", "add", f"{address}/24", "dev", interface)
-        checked_output("ip", "-n", end, "link", "set", interface, "up")
-
     def _add(self, name: str, network: str, address: str) -> None:
         host = SshHost(self, name, address)
         host.home.mkdir(parents=True)
         key = ("ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-C", name)
         checked_output(*key, "-f", host.directory / "host_key")
-        self._join(name, network, address, "eth0")
+        self._join(name, network, address)
         self.hosts[name] = host
+
+    def _join(self, name: str, network: str, address: str) -> None:
+        namespaces.add_host(f"{self.prefix}{name}")
+        self._wire(name, network, address, "eth0")
+
+    def _wire(self, name: str, network: str, address: str, interface: str) -> None:
+        switch, host = f"{self.prefix}{network}", f"{self.prefix}{name}"
+        namespaces.wire(switch, f"p{name}", host, interface, f"{address}/24")
 
     def add(self, name: str, address: str, **options: str) -> SshHost:
         """Add a host to the outer network and to known_hosts, and start its sshd."""

@@ -99,6 +99,16 @@ class Site:
             **more,
         )
 
+    def run(self, *words: str, code: int | None = None) -> tuple[int, str, str]:
+        """Run a command to its end; return its exit code, which may be given, stdout and stderr."""
+        done = subprocess.run(
+            [sys.executable, "-m", "clusterjob", *words], cwd=self.directory, text=True,
+            stdin=subprocess.DEVNULL, capture_output=True, timeout=TEST_TIMEOUT, check=False,
+        )  # fmt: skip
+        assert code in (None, done.returncode), done.stderr
+        assert "Traceback" not in done.stderr
+        return done.returncode, done.stdout, done.stderr
+
     def options(self, **flags: Any) -> list[str]:
         arguments: list[str] = []
         for key, value in self.flags(**flags).items():

@@ -1371,3 +1371,41 @@ def test_abort_after_another_worker_has_left_is_its_effect(
     cluster.stop()
     assert cluster.end.state is state
     assert (cluster.end.failure.rank if cluster.end.failure else None) == rank
+
+
+# -- what jobs with real processes need not show ---------------------------------------------------
+
+
+def test_job_whose_workers_succeed_after_a_warning_has_succeeded() -> None:
+    cluster = running(2, warning=60.0)
+    warned(cluster)
+    succeed(cluster, 0, 1)
+    cluster.decide()
+    cluster.stop()
+    assert cluster.end.state is JobState.SUCCEEDED
+
+
+def test_workers_that_sigterm_has_ended_before_its_warning_are_preempted() -> None:
+    cluster = running(2, warning=60.0)
+    for number in (0, 1):
+        killed = failure(
+            number, node=number, local=0, exit_code=143, signal="SIGTERM",
+            kind=FailureKind.TERMINATED,
+        )  # fmt: skip
+        cluster.fail(number, killed)
+        cluster.say(number, ended=True)
+    assert cluster.decide(0.3) is Stage.RUN, "the warning may still come"
+    warned(cluster)
+    cluster.stop()
+    assert (cluster.end.state, cluster.end.exit_code) == (JobState.PREEMPTED, 75)
+
+
+def test_cancellation_ends_the_restarts() -> None:
+    cluster = running(2, max_restarts=1000)
+    for _ in range(3):
+        end_round(cluster, 1, FailureKind.SIGNAL)
+        cluster.run()
+    cluster.say(1, request=Request(cancel="SIGTERM on gpu1"))
+    cluster.decide()
+    cluster.stop()
+    assert (cluster.end.state, cluster.ledger.restarts) == (JobState.CANCELLED, 3)
