@@ -429,7 +429,6 @@ def orders(job: Job, ledger: Ledger, nodes: Mapping[int, Node]) -> Iterator[tupl
     """Yield what the coordinator wants of each node that is here; equal orders are one object."""
     run = ledger.run
     shared = Order(ledger.round, warned=ledger.warned is not None)
-    collecting = shared
     if ledger.stage is Stage.STOP:
         shared = replace(shared, stop=_stop_order(job, ledger, nodes))
     elif ledger.stage in (Stage.RUN, Stage.COLLECT):
@@ -441,8 +440,8 @@ def orders(job: Job, ledger: Ledger, nodes: Mapping[int, Node]) -> Iterator[tupl
         )
     elif ledger.stage is Stage.MEASURE:
         shared = replace(shared, measure=ledger.measure)
-    elif ledger.stage is Stage.COLLECT:
-        collecting = replace(shared, collect=True, dumps=_is_hang(ledger.ending))
+    dumps = ledger.stage is Stage.COLLECT and _is_hang(ledger.ending)
+    collecting = replace(shared, collect=True, dumps=dumps)
     found = _found(run, nodes) if ledger.stage is Stage.RUN else None
     for node_rank, node in nodes.items():
         if node.lost is not None:
@@ -938,6 +937,7 @@ class _Step:
         nodes = [self.view.nodes[node] for node in ledger.nodes if node in self.view.nodes]
         here = [node for node in nodes if node.state.round == ledger.round]
         self._note_progress(here)
+        self._ask_about_missing(here)
         failures, left, suspects_due = _failures(self.job, ledger, self.view, self.now)
         root = root_cause.root(failures, early_exits(ledger, self.view))
         done = len(here) == len(ledger.nodes) and all(node.state.ended for node in here)
@@ -949,7 +949,6 @@ class _Step:
             self._end_run(end)
             return
         self.wake(suspects_due)
-        self._ask_about_missing(here)
         self._name_unfinished(here)
 
     def _outcome_of_done(

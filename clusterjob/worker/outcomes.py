@@ -127,7 +127,7 @@ def write_error(job_dir: Path, rank: int, attempt: int, error: BaseException) ->
     """
     failure = RemoteFailure(
         type(error).__name__,
-        str(error)[:_MAX_MESSAGE],
+        _text_of(error)[:_MAX_MESSAGE],
         traceback="".join(traceback.format_exception(error))[-_MAX_TRACE:],
     )
     try:
@@ -138,6 +138,13 @@ def write_error(job_dir: Path, rank: int, attempt: int, error: BaseException) ->
         pickled = _pickle(CallOutcome(error=text, failure=failure))
     data = json.dumps({"error": vars(failure)}).encode()
     _write(job_dir, rank, attempt, data, pickled=pickled)
+
+
+def _text_of(error: BaseException) -> str:
+    try:
+        return str(error)
+    except Exception:  # the exception's own code runs here
+        return "(its text cannot be shown)"
 
 
 def _pickle(outcome: CallOutcome) -> bytes:

@@ -9,7 +9,7 @@ import pytest
 
 from clusterjob.errors import UsageError
 from clusterjob.node.environments import worker_variables
-from clusterjob.node.system import devices
+from clusterjob.node.system import devices, files
 
 CORES = len(os.sched_getaffinity(0))
 
@@ -190,5 +190,5 @@ def test_cpu_workers_are_one_world_for_accelerate_and_use_gloo_in_paddle(
     gpus: int,
     found: dict[str, str],
 ) -> None:
-    monkeypatch.setattr(devices, "_listed", lambda folder: names if folder == "/dev" else ())
+    monkeypatch.setattr(files, "listed", lambda folder: names if folder == "/dev" else ())
     assert worker_variables.cpu_defaults(environ, gpus) == found

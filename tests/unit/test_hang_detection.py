@@ -189,7 +189,8 @@ def test_verdict_names_the_rank_outside_of_the_collective() -> None:
     found, failure = hang_of(stacks, 600.0, step=12)
     assert (failure.kind, failure.rank) == (FailureKind.HANG, 1)
     assert failure.message == (
-        "no progress for 600s: ranks 0, 2 wait in all_reduce; rank 1 is in decode (data.py:7);"
+        "no progress for 600s: ranks 0, 2 wait in all_reduce (train.py:7);"
+        " rank 1 is in decode (data.py:7);"
         " last step 12"
     )
     assert failure.last_lines[1] == "decode (data.py:7)"

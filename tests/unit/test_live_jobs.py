@@ -58,6 +58,7 @@ def test_node_has_phase_metrics_and_last_line_of_each_rank() -> None:
 def test_reader_reads_only_what_was_added(monkeypatch: pytest.MonkeyPatch) -> None:
     job = WrittenJob("a-222222", ranks=2)
     job.past(3)
+    job.print(1, "one")
     reader = NodeReader(job.dir, 0)
     reader.read(ended=False)
     opened: list[str] = []

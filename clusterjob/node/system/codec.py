@@ -68,14 +68,16 @@ class _Form:
     Attributes:
         kind: a key of `_CHECKS`, or a function that reads a value or raises ValueError.
         limit: the bounds of a value.
-        item: the form of the items of a list.
+        items: the forms of the items of a tuple; of a list, the form of all.
+        is_list: whether there may be any number of items.
         optional: whether null is accepted.
     """
 
     kind: Any
     limit: Limit
-    item: _Form | None
-    optional: bool
+    items: tuple[_Form, ...] = ()
+    is_list: bool = False
+    optional: bool = False
 
 
 class Codec:
@@ -169,15 +171,16 @@ def _form(annotation: Any) -> _Form:
     if typing.get_origin(annotation) is typing.Annotated:
         annotation, limit = typing.get_args(annotation)
     kind = typing.get_origin(annotation) or annotation
-    inner = [each for each in typing.get_args(annotation) if each not in (type(None), ...)]
+    arguments = typing.get_args(annotation)
+    inner = [each for each in arguments if each not in (type(None), ...)]
     if kind in (typing.Union, types.UnionType):
         return replace(_form(inner[0]), optional=True)
-    item = _form(inner[0]) if kind is tuple else None
+    items = tuple(map(_form, inner)) if kind is tuple else ()
     if hasattr(kind, "from_json"):
         kind = kind.from_json
     elif is_dataclass(kind):
         kind = functools.partial(read, kind)
-    return _Form(kind, limit or _LIMITS.get(kind, _MANY), item=item, optional=False)
+    return _Form(kind, limit or _LIMITS.get(kind, _MANY), items, is_list=... in arguments)
 
 
 def _value(form: _Form, value: Any) -> Any:
@@ -194,6 +197,8 @@ def _value(form: _Form, value: Any) -> Any:
         return kind(value)
     if not check(value, limit):
         raise MalformedMessageError(f"{value!r:.{_SHOWN}}")
-    if form.item is not None:
-        return tuple([_value(form.item, item) for item in value[-limit.maximum :]])
+    if form.is_list:
+        return tuple([_value(form.items[0], item) for item in value[-limit.maximum :]])
+    if form.items:
+        return tuple([_value(*each) for each in zip(form.items, value, strict=True)])
     return value[: limit.maximum] if kind is str else value

@@ -246,7 +246,7 @@ class WorkerStatus:
         for rank in probe.ranks:
             local_rank, stack = rank - self.world.first_rank, running.get(rank)
             frames = stack.main_frames[:_MAX_FRAMES] if stack is not None else ()
-            shown = tuple(grouping.frame_line(frame)[:_MAX_LINE] for frame in frames)
+            shown = tuple(line[:_MAX_LINE] for line in grouping.frame_lines(frames))
             stderr, process = self.failures.stderr_of(self.world, local_rank), ""
             if self.started is None:
                 text = "was not started: its node still imports torch"
@@ -282,7 +282,7 @@ class WorkerStatus:
     def _note(stack: RankStack, probe: Probe, age: float, log: Path) -> str:
         """Return what a worker does; write it into its log if the others do not wait any more."""
         frames = stack.main_frames
-        doing = grouping.position_text(frames) if frames else f"it {stack.state}"
+        doing = f"it {grouping.position_text(frames, stack.state)}"
         how = "has not reached bootstrap.init()" if frames else "has not joined the rendezvous"
         if any(
             frame.function == "init" and frame.file.endswith("bootstrap.py") for frame in frames
@@ -293,5 +293,8 @@ class WorkerStatus:
         if probe.gave_up and frames:
             note = f"the others gave up waiting for this process, which {text}"
         if note:
-            files.later(log_files.append, log, [note, *grouping.to_lines(stack.threads)])
+            lines = [note]
+            for thread in stack.threads:
+                lines += [f"{thread.name}:", *grouping.frame_lines(thread.frames)]
+            files.later(log_files.append, log, lines)
         return text
