@@ -182,8 +182,8 @@ class StackRequest:
             else:
                 fcntl.flock(self._files[0], fcntl.LOCK_EX | fcntl.LOCK_NB)
                 next(self._steps)
-        except BlockingIOError:
-            pass  # another request is not done
+        except BlockingIOError:  # another request is not done
+            self._end = time.monotonic() + ANSWER_SECONDS
         except (StopIteration, OSError):  # the process may have ended
             self.close()
 
