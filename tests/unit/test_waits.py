@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -41,28 +41,18 @@ SAMPLE = Sample(
 )  # fmt: skip
 
 
-class Clock:
-    """The monotonic clock of the tests."""
-
-    def __init__(self) -> None:
-        self.now = 1000.0
-
-    def monotonic(self) -> float:
-        return self.now
-
-
 @pytest.fixture
-def clock(monkeypatch: pytest.MonkeyPatch) -> Iterator[Clock]:
-    made = Clock()
-    with monkeypatch.context() as patch:
-        patch.setattr("time.monotonic", made.monotonic)
-        yield made
+def clock(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Return the monotonic clock of the tests; they set its `now`."""
+    made = SimpleNamespace(now=1000.0)
+    monkeypatch.setattr("time.monotonic", lambda: made.now)
+    return made
 
 
 # -- the measurement in a worker -------------------------------------------------------------------
 
 
-def steps(waits: Waits, clock: Clock, count: int, *, step: float, waited: float) -> None:
+def steps(waits: Waits, clock: Any, count: int, *, step: float, waited: float) -> None:
     for _ in range(count):
         clock.now += step
         waits.add_wait(waited)
@@ -73,13 +63,13 @@ def make_waits(sent: Sent, *, on_host: bool = True) -> Waits:
     return Waits(lambda step, waited: sent.append((step, waited)), on_host=lambda: on_host)
 
 
-def test_mean_step_and_wait_are_sent_every_5_s(clock: Clock) -> None:
+def test_mean_step_and_wait_are_sent_every_5_s(clock: Any) -> None:
     sent: Sent = []
     steps(make_waits(sent), clock, 210, step=0.1, waited=0.025)
     assert sent == [(pytest.approx(0.1), pytest.approx(0.025))] * 4
 
 
-def test_first_steps_and_rare_long_waits_do_not_count(clock: Clock) -> None:
+def test_first_steps_and_rare_long_waits_do_not_count(clock: Any) -> None:
     sent: Sent = []
     waits = make_waits(sent)
     steps(waits, clock, 3, step=30.0, waited=29.0)
@@ -91,7 +81,7 @@ def test_first_steps_and_rare_long_waits_do_not_count(clock: Clock) -> None:
 
 
 def test_several_optimizers_are_one_step_and_a_job_without_collectives_has_none(
-    clock: Clock,
+    clock: Any,
 ) -> None:
     sent: Sent = []
     waits = make_waits(sent)
@@ -110,7 +100,7 @@ def test_several_optimizers_are_one_step_and_a_job_without_collectives_has_none(
     assert not alone
 
 
-def test_iterations_whose_timers_were_not_read_have_a_length_and_no_wait(clock: Clock) -> None:
+def test_iterations_whose_timers_were_not_read_have_a_length_and_no_wait(clock: Any) -> None:
     sent: Sent = []
     waits = make_waits(sent, on_host=False)
     for number in range(300):
@@ -120,7 +110,7 @@ def test_iterations_whose_timers_were_not_read_have_a_length_and_no_wait(clock: 
     assert sent[-1] == (pytest.approx(0.1), pytest.approx(0.04))
 
 
-def test_waits_are_unknown_if_a_collective_does_not_keep_its_thread(clock: Clock) -> None:
+def test_waits_are_unknown_if_a_collective_does_not_keep_its_thread(clock: Any) -> None:
     sent: Sent = []
     steps(make_waits(sent, on_host=False), clock, 200, step=0.1, waited=0.0)
     assert not sent
@@ -196,22 +186,15 @@ def test_one_rank_that_lies_makes_no_other_rank_late(lie: tuple[float, float], l
 
 def world_of(node: int, nnodes: int, nproc: int) -> World:
     return World(
-        0,
-        "gpu0",
-        29500,
-        agent_store=True,
-        node_rank=node,
-        nnodes=nnodes,
-        nproc=nproc,
-        first_rank=node * nproc,
-        world_size=nnodes * nproc,
-    )
+        0, "gpu0", 29500, agent_store=True, node_rank=node, nnodes=nnodes, nproc=nproc,
+        first_rank=node * nproc, world_size=nnodes * nproc,
+    )  # fmt: skip
 
 
 class Watched:
     """A watch of 2 nodes x 2 ranks, and its events."""
 
-    def __init__(self, directory: Path, clock: Clock) -> None:
+    def __init__(self, directory: Path, clock: Any) -> None:
         self.directory = directory
         self._clock = clock
         self._watch = StragglerWatch(0, 2, 4, EventLog(directory / "events.jsonl"))
@@ -237,7 +220,7 @@ class Watched:
 
 
 @pytest.fixture
-def watched(tmp_path: Path, clock: Clock) -> Watched:
+def watched(tmp_path: Path, clock: Any) -> Watched:
     return Watched(tmp_path, clock)
 
 
@@ -287,7 +270,7 @@ def test_waits_of_another_round_and_of_impossible_ranks_are_ignored(watched: Wat
     )
 )
 def test_hostile_agent_names_no_rank_of_another_node(
-    many: list[list[tuple[int, float, float]]], tmp_path: Path, clock: Clock
+    many: list[list[tuple[int, float, float]]], tmp_path: Path, clock: Any
 ) -> None:
     (tmp_path / "events.jsonl").unlink(missing_ok=True)
     watched = Watched(tmp_path, clock)
@@ -297,7 +280,7 @@ def test_hostile_agent_names_no_rank_of_another_node(
     assert {rank for _, rank in watched.events()} <= {0, 1}
 
 
-def test_coordinator_of_8192_ranks_names_one_of_them(tmp_path: Path, clock: Clock) -> None:
+def test_coordinator_of_8192_ranks_names_one_of_them(tmp_path: Path, clock: Any) -> None:
     worlds = [world_of(node, 1024, 8) for node in range(1024)]
     watch = StragglerWatch(0, 1024, 8192, EventLog(tmp_path / "events.jsonl"))
     for _ in range(4):
@@ -319,7 +302,7 @@ def test_top_marks_straggler_and_shows_share_of_its_waits() -> None:
     assert [columns["RANK"].style(rank) for rank in ranks] == ["", "bold red", "bold yellow"]
 
 
-def test_agent_sends_new_waits_every_5_s_and_forgets_old_ones(clock: Clock) -> None:
+def test_agent_sends_new_waits_every_5_s_and_forgets_old_ones(clock: Any) -> None:
     waits = NodeWaits()
     waits.receive(forkserver_messages.WorkerWaits(0, 0.5, 0.1))  # no round yet
     waits.begin_round(replace(world_of(1, 2, 2), first_rank=4))
