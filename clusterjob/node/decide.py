@@ -1265,10 +1265,11 @@ class _Step:
         self.go(Stage.WAIT, end=end, earliest=self.now + decision.pause)
 
     def _record(self, end: Outcome) -> None:
-        ended = replace(
-            outcome.round_end(
-                end, self.job.attempt, self.ledger.restarts, started_at=self.ledger.started
-            ),
+        ended = outcome.round_end(
+            end,
+            self.job.attempt,
+            self.ledger.restarts,
+            started_at=self.ledger.started,
             ended_at=self.view.time,
         )
         self.change(rounds=(*self.ledger.rounds, ended))
