@@ -432,7 +432,7 @@ def orders(job: Job, ledger: Ledger, nodes: Mapping[int, Node]) -> Iterator[tupl
     collecting = shared
     if ledger.stage is Stage.STOP:
         shared = replace(shared, stop=_stop_order(job, ledger, nodes))
-    elif ledger.stage is Stage.RUN:
+    elif ledger.stage in (Stage.RUN, Stage.COLLECT):
         shared = replace(
             shared,
             report=run.polled is not None,
