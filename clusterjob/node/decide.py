@@ -429,7 +429,6 @@ def orders(job: Job, ledger: Ledger, nodes: Mapping[int, Node]) -> Iterator[tupl
     """Yield what the coordinator wants of each node that is here; equal orders are one object."""
     run = ledger.run
     shared = Order(ledger.round, warned=ledger.warned is not None)
-    collecting = shared
     if ledger.stage is Stage.STOP:
         shared = replace(shared, stop=_stop_order(job, ledger, nodes))
     elif ledger.stage in (Stage.RUN, Stage.COLLECT):
@@ -441,7 +440,8 @@ def orders(job: Job, ledger: Ledger, nodes: Mapping[int, Node]) -> Iterator[tupl
         )
     elif ledger.stage is Stage.MEASURE:
         shared = replace(shared, measure=ledger.measure)
-    elif ledger.stage is Stage.COLLECT:
+    collecting = shared
+    if ledger.stage is Stage.COLLECT:
         collecting = replace(shared, collect=True, dumps=_is_hang(ledger.ending))
     found = _found(run, nodes) if ledger.stage is Stage.RUN else None
     for node_rank, node in nodes.items():
