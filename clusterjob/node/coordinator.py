@@ -23,7 +23,7 @@ from clusterjob.node.logs.events import EventLog, ended_rounds, now
 from clusterjob.node.logs.job_dir import EVENTS, moved_events
 from clusterjob.node.metrics.stragglers import StragglerWatch, Wait
 from clusterjob.node.preflight import HeatTable
-from clusterjob.node.rendezvous import membership, messages, outcome, policy, root_cause, succession
+from clusterjob.node.rendezvous import membership, messages, outcome, policy, succession
 from clusterjob.node.rendezvous.identity import JobIdentity, NodeJob
 from clusterjob.node.rendezvous.membership import Membership, Peer
 from clusterjob.node.rendezvous.messages import CoordinatorState, Lasting, Succession
@@ -448,12 +448,7 @@ class Coordinator:
         if self._saving is not None:
             await self._saving
         ledger, end = self._ledger, self._ledger.ending
-        others: list[Failure] = []
-        if end.failure is not None:
-            view = self._view()
-            found = core.entries(self._job, ledger, view)
-            named = root_cause.consequences(found, core.early_exits(ledger, view))
-            others = [each for each in named if each != end.failure]
+        _, others = core.explain(self._job, ledger, self._view())
         evidence = self._evidence
         verdict = Verdict(
             end.state,
@@ -464,7 +459,8 @@ class Coordinator:
             # message between agents.
             consequences=tuple(
                 replace(each, last_lines=(), message=each.message[:_MAX_MESSAGE])
-                for each in others[:_MAX_CONSEQUENCES]
+                for each in others[: _MAX_CONSEQUENCES if end.failure is not None else 0]
+                if each != end.failure
             ),
             restarts=ledger.restarts,
             attempt=self._identity.attempt,

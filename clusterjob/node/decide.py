@@ -440,8 +440,9 @@ def orders(job: Job, ledger: Ledger, nodes: Mapping[int, Node]) -> Iterator[tupl
         )
     elif ledger.stage is Stage.MEASURE:
         shared = replace(shared, measure=ledger.measure)
-    dumps = ledger.stage is Stage.COLLECT and _is_hang(ledger.ending)
-    collecting = replace(shared, collect=True, dumps=dumps)
+    collecting = shared
+    if ledger.stage is Stage.COLLECT:
+        collecting = replace(shared, collect=True, dumps=_is_hang(ledger.ending))
     found = _found(run, nodes) if ledger.stage is Stage.RUN else None
     for node_rank, node in nodes.items():
         if node.lost is not None:
@@ -462,15 +463,16 @@ def orders(job: Job, ledger: Ledger, nodes: Mapping[int, Node]) -> Iterator[tupl
         yield node_rank, order
 
 
-def entries(job: Job, ledger: Ledger, view: View) -> list[Entry]:
-    """Return the failures of the newest round before its stop.
+def explain(job: Job, ledger: Ledger, view: View) -> tuple[Failure | None, tuple[Failure, ...]]:
+    """Return the root cause of the newest round, and the other failures before its stop.
 
     A worker that leaves because of a warning has not failed.
     """
-    return _failures(job, ledger, view, math.inf)[0]
+    failures, _, _ = _failures(job, ledger, view, math.inf)
+    return root_cause.explain(failures, _early_exits(ledger, view))
 
 
-def early_exits(ledger: Ledger, view: View) -> list[Entry]:
+def _early_exits(ledger: Ledger, view: View) -> list[Entry]:
     """Return the workers of the newest round that ended with exit code 0, with their times."""
     nodes = (view.nodes.get(node) for node in ledger.nodes)
     return [
@@ -939,7 +941,7 @@ class _Step:
         self._note_progress(here)
         self._ask_about_missing(here)
         failures, left, suspects_due = _failures(self.job, ledger, self.view, self.now)
-        root = root_cause.root(failures, early_exits(ledger, self.view))
+        root, _ = root_cause.explain(failures, _early_exits(ledger, self.view))
         done = len(here) == len(ledger.nodes) and all(node.state.ended for node in here)
         if done and math.isinf(suspects_due) and (root is None or not root.effect):
             self._end_run(self._outcome_of_done(here, root, left=left))
@@ -980,7 +982,8 @@ class _Step:
             losses = [Entry(self.loss_of(node), _loss(node).at, exited=True) for node in gone]
             if ledger.warned is not None and root is None:
                 return self.preempted(losses[0].failure.message)  # the scheduler has taken it
-            return outcome.failed(root_cause.root([*failures, *losses]) or losses[0].failure)
+            root, _ = root_cause.explain([*failures, *losses])
+            return outcome.failed(root or losses[0].failure)
         due = self._failure_due(failures, root)
         if root is not None and due <= now:
             return outcome.failed(root)
@@ -1234,9 +1237,8 @@ class _Step:
             return
         if end.failure is not None and end.failure.rank is not None and not _is_hang(end):
             # Reports that arrived during the stop may be older, or more complete.
-            found = entries(self.job, ledger, self.view)
-            exits = early_exits(ledger, self.view)
-            end = outcome.failed(root_cause.root(found, exits) or end.failure)
+            root, _ = explain(self.job, ledger, self.view)
+            end = outcome.failed(root or end.failure)
         if not _is_recorded(self.job, ledger):
             self._record(end)
         decision = policy.Decision()
@@ -1263,10 +1265,11 @@ class _Step:
         self.go(Stage.WAIT, end=end, earliest=self.now + decision.pause)
 
     def _record(self, end: Outcome) -> None:
-        ended = replace(
-            outcome.round_end(
-                end, self.job.attempt, self.ledger.restarts, started_at=self.ledger.started
-            ),
+        ended = outcome.round_end(
+            end,
+            self.job.attempt,
+            self.ledger.restarts,
+            started_at=self.ledger.started,
             ended_at=self.view.time,
         )
         self.change(rounds=(*self.ledger.rounds, ended))

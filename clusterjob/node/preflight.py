@@ -297,8 +297,9 @@ def main() -> None:
     os.dup2(2, 1)  # what libraries print
     try:
         found = _meet(given)
-    except ImportError as error:
-        found = {"error": f"torch cannot be imported: {error}"}
+    except Exception as error:
+        what = "torch cannot be imported: " if isinstance(error, ImportError) else ""
+        found = {"error": f"{what}{error}"}
     os.write(output, json.dumps(found).encode())
     os._exit(0)  # threads of torch may hang
 

@@ -99,7 +99,6 @@ class Machine:
     nproc: int
     up: bool = True
     frozen: bool = False
-    slow: float = 1.0
     hurt: bool = False
     agent: Agent | None = None
     round: tuple[int, int] | None = None  # of its workers: coordinator's birth, round
@@ -127,7 +126,6 @@ class Simulation:
         self.log: list[str] = []
         self.verdicts: list[tuple[int, Verdict]] = []
         self.ends: dict[int, JobState] = {}  # of agents
-        self.starts: list[tuple[float, int, int, tuple[int, ...]]] = []
         self.shared_result: Verdict | None = None
         self.cancelled = False
         self.cancel_at: float | None = None
@@ -502,6 +500,7 @@ class Link:
     agent: Agent
     coordinator: Coordinator
     up: bool = True
+    order: Order | None = None  # the last one
     queues: dict[str, list[Any]] = field(default_factory=dict)
 
     def to_coordinator(self, state: NodeState) -> None:
@@ -573,7 +572,6 @@ class Agent:
         self.link: Link | None = None
         self.world: World | None = None
         self.round = -1
-        self.birth = -1
         self.joined = False
         self.heard_at = sim.now
         self.request = Request()
@@ -581,7 +579,6 @@ class Agent:
         self.reported = False
         self.stopping = False
         self.dead = False
-        self.sent = Order()
         self.search_id = 0
         self.deadline: float | None = None  # of the search, until a round begins
         self.alone = 0
@@ -624,9 +621,6 @@ class Agent:
             if self.link is not None:
                 if self.link.coordinator.machine is self.machine:
                     self.heard_at = sim.now
-                elif stalled:
-                    # This process could not receive meanwhile; the forkserver looks at the lease.
-                    pass
                 self.machine.lease_until = max(self.machine.lease_until, self.heard_at + LEASE)
                 self.push()
                 if sim.now - self.heard_at > LEASE and not stalled:
@@ -689,7 +683,7 @@ class Agent:
         if order.round < self.round:
             return
         if order.world is not None and order.round > self.round:
-            self.round, self.world, self.birth = order.round, order.world, link.coordinator.birth
+            self.round, self.world = order.round, order.world
             self.collected = self.reported = self.stopping = False
             self.alone, self.deadline = 0, None
             self.sim.start_workers(self.machine, order.world, link.coordinator.birth)
@@ -817,7 +811,6 @@ class Coordinator:
         self.before = before
         self.nodes: dict[int, Node] = {}
         self.links: dict[int, Link] = {}
-        self.sent: dict[int, Order] = {}
         self.dead = False
         self.planned: float | None = None
         self.decided = -1.0
@@ -888,7 +881,6 @@ class Coordinator:
         agent.machine.lease_until = max(agent.machine.lease_until, sim.now + LEASE)
         if agent is not self.agent:
             agent.machine.disk.pop("coordinates", None)
-        self.sent.pop(number, None)
         self.plan()
         return True
 
@@ -1022,9 +1014,9 @@ class Coordinator:
         heirs = [number for number in sorted(self.nodes) if self.nodes[number].lost is None]
         heirs.sort(key=lambda n: (n <= self.machine.number, n == self.machine.number, n))
         for number, order in core.orders(self.job, self.ledger, self.nodes):
-            if self.sent.get(number) != order:
-                self.sent[number] = order
-                link = self.links[number]
+            link = self.links[number]
+            if link.order != order:
+                link.order = order
                 if self.ledger.stage is Stage.RUN:
                     note = (self.ledger, self.machine.number, heirs)
                     self.deliver_note(link, note)

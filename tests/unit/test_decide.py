@@ -855,9 +855,7 @@ def test_workers_that_our_own_stop_has_ended_were_not_preempted() -> None:
     cluster.finish()
     assert (cluster.end.state, cluster.end.failure) == (JobState.FAILED, failure(0))
     view = cluster._view()
-    assert [each.failure for each in core.entries(cluster.job, cluster.ledger, view)] == [
-        failure(0)
-    ]
+    assert core.explain(cluster.job, cluster.ledger, view) == (failure(0), ())
 
 
 def test_warning_is_added_to_the_other_orders() -> None:

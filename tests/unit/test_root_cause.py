@@ -32,12 +32,12 @@ class RootCause:
         return [Entry(each.failure, moment - each.age, exited=each.exited) for each in found]
 
     def root(self) -> Failure:
-        found = ranking.root(self.entries(), self.exits)
+        found, _ = ranking.explain(self.entries(), self.exits)
         assert found is not None
         return found
 
     def consequences(self) -> tuple[Failure, ...]:
-        return ranking.consequences(self.entries(), self.exits)
+        return ranking.explain(self.entries(), self.exits)[1]
 
     def stop_due(self) -> float:
         return ranking.stop_due(self.entries())
@@ -245,8 +245,7 @@ def test_each_failure_is_once_root_cause_or_consequence_in_order(
         if stopped is None or at < stopped:
             first.setdefault((node, local_rank), at)
     if not first:
-        assert ranking.root(root_cause.entries()) is None
-        assert root_cause.consequences() == ()
+        assert ranking.explain(root_cause.entries()) == (None, ())
         return
     root = root_cause.root()
     named = [root, *root_cause.consequences()]

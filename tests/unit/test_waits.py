@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -40,22 +40,12 @@ SAMPLE = Sample(
 )  # fmt: skip
 
 
-class Clock:
-    """The monotonic clock of the tests."""
-
-    def __init__(self) -> None:
-        self.now = 1000.0
-
-    def monotonic(self) -> float:
-        return self.now
-
-
 @pytest.fixture
-def clock(monkeypatch: pytest.MonkeyPatch) -> Iterator[Clock]:
-    made = Clock()
-    with monkeypatch.context() as patch:
-        patch.setattr("time.monotonic", made.monotonic)
-        yield made
+def clock(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Return the monotonic clock of the tests; they set its `now`."""
+    made = SimpleNamespace(now=1000.0)
+    monkeypatch.setattr("time.monotonic", lambda: made.now)
+    return made
 
 
 # -- the measurement in a worker -------------------------------------------------------------------
@@ -68,18 +58,18 @@ def sent(monkeypatch: pytest.MonkeyPatch) -> Sent:
     return made
 
 
-def steps(waits: Waits, clock: Clock, count: int, *, step: float, waited: float | None) -> None:
+def steps(waits: Waits, clock: Any, count: int, *, step: float, waited: float | None) -> None:
     for _ in range(count):
         clock.now += step
         waits.end_step(waited)
 
 
-def test_usual_step_and_wait_are_sent_every_5_s(clock: Clock, sent: Sent) -> None:
+def test_usual_step_and_wait_are_sent_every_5_s(clock: Any, sent: Sent) -> None:
     steps(Waits(), clock, 180, step=0.1, waited=0.025)
     assert sent == [(pytest.approx(0.1), pytest.approx(0.025))] * 4
 
 
-def test_first_steps_and_rare_long_waits_do_not_count(clock: Clock, sent: Sent) -> None:
+def test_first_steps_and_rare_long_waits_do_not_count(clock: Any, sent: Sent) -> None:
     waits = Waits()
     for _ in range(6):
         steps(waits, clock, 1, step=20.0, waited=19.0)  # the others wait for a checkpoint
@@ -89,7 +79,7 @@ def test_first_steps_and_rare_long_waits_do_not_count(clock: Clock, sent: Sent) 
 
 
 def test_iterations_whose_timers_were_not_read_have_a_length_and_no_wait(
-    clock: Clock, sent: Sent
+    clock: Any, sent: Sent
 ) -> None:
     waits = Waits()
     for number in range(300):
@@ -97,7 +87,7 @@ def test_iterations_whose_timers_were_not_read_have_a_length_and_no_wait(
     assert sent[-1] == (pytest.approx(0.1), pytest.approx(0.04))
 
 
-def test_process_whose_timers_are_never_read_sends_nothing(clock: Clock, sent: Sent) -> None:
+def test_process_whose_timers_are_never_read_sends_nothing(clock: Any, sent: Sent) -> None:
     steps(Waits(), clock, 200, step=0.1, waited=None)
     assert not sent
 
@@ -172,22 +162,15 @@ def test_one_rank_that_lies_makes_no_other_rank_late(lie: tuple[float, float], l
 
 def world_of(node: int, nnodes: int, nproc: int) -> World:
     return World(
-        0,
-        "gpu0",
-        29500,
-        agent_store=True,
-        node_rank=node,
-        nnodes=nnodes,
-        nproc=nproc,
-        first_rank=node * nproc,
-        world_size=nnodes * nproc,
-    )
+        0, "gpu0", 29500, agent_store=True, node_rank=node, nnodes=nnodes, nproc=nproc,
+        first_rank=node * nproc, world_size=nnodes * nproc,
+    )  # fmt: skip
 
 
 class Watched:
     """A watch of 2 nodes x 2 ranks, and its events."""
 
-    def __init__(self, directory: Path, clock: Clock) -> None:
+    def __init__(self, directory: Path, clock: Any) -> None:
         self.directory = directory
         self._clock = clock
         self._watch = StragglerWatch(0, 2, 4, EventLog(directory / "events.jsonl"))
@@ -213,7 +196,7 @@ class Watched:
 
 
 @pytest.fixture
-def watched(tmp_path: Path, clock: Clock) -> Watched:
+def watched(tmp_path: Path, clock: Any) -> Watched:
     return Watched(tmp_path, clock)
 
 
@@ -263,7 +246,7 @@ def test_waits_of_another_round_and_of_impossible_ranks_are_ignored(watched: Wat
     )
 )
 def test_hostile_agent_names_no_rank_of_another_node(
-    many: list[list[tuple[int, float, float]]], tmp_path: Path, clock: Clock
+    many: list[list[tuple[int, float, float]]], tmp_path: Path, clock: Any
 ) -> None:
     (tmp_path / "events.jsonl").unlink(missing_ok=True)
     watched = Watched(tmp_path, clock)
@@ -273,7 +256,7 @@ def test_hostile_agent_names_no_rank_of_another_node(
     assert {rank for _, rank in watched.events()} <= {0, 1}
 
 
-def test_coordinator_of_8192_ranks_names_one_of_them(tmp_path: Path, clock: Clock) -> None:
+def test_coordinator_of_8192_ranks_names_one_of_them(tmp_path: Path, clock: Any) -> None:
     worlds = [world_of(node, 1024, 8) for node in range(1024)]
     watch = StragglerWatch(0, 1024, 8192, EventLog(tmp_path / "events.jsonl"))
     for _ in range(4):
@@ -295,7 +278,7 @@ def test_top_marks_straggler_and_shows_share_of_its_waits() -> None:
     assert [columns["RANK"].style(rank) for rank in ranks] == ["", "bold red", "bold yellow"]
 
 
-def test_agent_sends_new_waits_every_5_s_and_forgets_old_ones(clock: Clock) -> None:
+def test_agent_sends_new_waits_every_5_s_and_forgets_old_ones(clock: Any) -> None:
     waits = NodeWaits()
     waits.receive(forkserver_messages.WorkerWaits(0, 0.5, 0.1))  # no round yet
     waits.begin_round(replace(world_of(1, 2, 2), first_rank=4))

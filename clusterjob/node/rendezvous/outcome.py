@@ -6,7 +6,6 @@ import signal
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from clusterjob.node.logs.events import now
 from clusterjob.node.stacks import grouping
 from clusterjob.node.stacks.grouping import STOPPED, Group, RankStack, program_frame
 from clusterjob.node.verdict import (
@@ -76,14 +75,21 @@ def cancelled(reason: str, *, interrupt: bool, stacks: bool = False) -> Outcome:
     )
 
 
-def round_end(end: Outcome, attempt: int, restart: int, started_at: str | None) -> RoundEnd:
+def round_end(
+    end: Outcome,
+    attempt: int,
+    restart: int,
+    started_at: str | None,
+    ended_at: str | None = None,
+) -> RoundEnd:
     """Return the entry of a round in the job's ``attempts``.
 
     Args:
         end: the outcome of the round.
         attempt: the number of the job's attempt, from 0.
         restart: the number of the round, from 0.
-        started_at: when its workers were started; None if they were not.
+        started_at: when its workers were started, RFC 3339; None if they were not.
+        ended_at: when it ended, RFC 3339.
     """
     failure = end.failure
     if failure is not None:
@@ -100,7 +106,7 @@ def round_end(end: Outcome, attempt: int, restart: int, started_at: str | None) 
         node=failure.node_rank if failure else None,
         rank=failure.rank if failure else None,
         started_at=started_at,
-        ended_at=now(),
+        ended_at=ended_at,
         message=(failure.message if failure else end.reason)[: RoundEnd.MAX_MESSAGE],
         where=failure.where[: RoundEnd.MAX_MESSAGE] if failure else "",
     )

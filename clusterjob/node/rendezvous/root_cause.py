@@ -61,30 +61,24 @@ def stop_due(entries: Collection[Entry]) -> float:
     return min(exited or [entry.at + EXIT_TIMEOUT for entry in entries], default=float("inf"))
 
 
-def root(entries: Collection[Entry], exits: Collection[Entry] = ()) -> Failure | None:
-    """Return the root cause of a round; None without a failure.
+def explain(
+    entries: Collection[Entry], exits: Collection[Entry] = ()
+) -> tuple[Failure | None, tuple[Failure, ...]]:
+    """Return the root cause of a round, None without a failure, and the others in order of time.
 
-    It is the first failure that is not an effect, else an early exit that explains all failures,
-    else the first effect.
+    The root cause is the first failure that is not an effect, else an early exit that explains all
+    failures, else the first effect.
 
     Args:
         entries: the failures.
         exits: the ranks that ended with exit code 0, each as a failure without a message.
     """
-    if not entries:
-        return None
-    return _early_exit(entries, exits) or min(entries, key=_rank).failure
-
-
-def consequences(entries: Collection[Entry], exits: Collection[Entry] = ()) -> tuple[Failure, ...]:
-    """Return the failures of a round that are not its root cause, in order of time."""
-    ranked = sorted(entries, key=_rank)
-    others = ranked if _early_exit(entries, exits) else ranked[1:]
-    return tuple(entry.failure for entry in sorted(others, key=lambda entry: entry.at))
-
-
-def _rank(entry: Entry) -> tuple[bool, float]:
-    return entry.failure.effect, entry.at
+    others = sorted(entries, key=lambda entry: (entry.failure.effect, entry.at))
+    root = _early_exit(entries, exits)
+    if root is None and others:
+        root = others.pop(0).failure
+    others.sort(key=lambda entry: entry.at)
+    return root, tuple(entry.failure for entry in others)
 
 
 def _early_exit(entries: Collection[Entry], exits: Collection[Entry]) -> Failure | None:
