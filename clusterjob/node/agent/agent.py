@@ -252,9 +252,10 @@ class Agent:
         if self._earlier is None:
             after = math.inf
         if self._deadline is None:
-            wait = options.return_timeout
-            if lost is None or options.spares or options.min_nodes is not None:
-                wait = max(wait, options.join_timeout)  # the job can go on without this node
+            wait = options.join_timeout
+            if lost is not None:
+                goes_on = options.spares or options.min_nodes is not None  # without this node
+                wait = max(options.return_timeout, wait if goes_on else 0.0)
             self._deadline = time.monotonic() + wait
         addresses = [self._node.topology.master_addr]
         if lost is not None:
