@@ -1,4 +1,4 @@
-"""The output of workers: nothing is lost when files are reopened or the forkserver is killed."""
+"""The output of workers: kept when files are reopened or the forkserver is killed."""
 
 from __future__ import annotations
 

@@ -276,7 +276,7 @@ def test_flight_recorder_is_asked_through_a_pipe(tmp_path: Path) -> None:
 def test_flight_recorder_without_pipes_sets_no_variable(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def refuse(*_: object) -> None:
+    def refuse(**_: object) -> None:
         raise PermissionError
 
     monkeypatch.setattr("tempfile.mkdtemp", refuse)

@@ -23,8 +23,8 @@ STACKS = "clusterjob_stacks"
 _PATCHED = {
     "torch.distributed.distributed_c10d": "patch_groups",
     "torch.distributed.rendezvous": "patch_stores",
-    "torch": "",  # its import takes seconds, which the job's phase shows
-    "signal": "",
+    "torch": "note_import",  # it takes seconds, which the job's phase shows
+    "signal": "",  # see `_report_sigterm`
 }
 _HERE = os.path.dirname(os.path.abspath(__file__))
 
@@ -61,30 +61,21 @@ class _Finder:
 
             def exec_module(module):
                 # type: (ModuleType) -> None
-                _tell(name, "import")
+                if name == "torch":
+                    _call("tell", "import")
                 execute(module)
-                _tell(name, "imported")
                 _patch(module)
 
-            spec.loader.exec_module = exec_module
+            spec.loader.exec_module = exec_module  # type: ignore[method-assign]
         return spec
-
-
-def _tell(name, phase):
-    # type: (str, str) -> None
-    patches = _patches() if name == "torch" else None
-    if patches is not None:
-        patches.tell(phase)
 
 
 def _patch(module):
     # type: (ModuleType) -> None
     if module.__name__ == "signal":
         _report_sigterm(module)
-    elif _PATCHED[module.__name__]:
-        patches = _patches()
-        if patches is not None:
-            getattr(patches, _PATCHED[module.__name__])(module)
+    else:
+        _call(_PATCHED[module.__name__], module)
 
 
 def _report_sigterm(module):
@@ -102,43 +93,42 @@ def _report_sigterm(module):
     def signal(signalnum, handler):
         # type: (Any, Any) -> Any
         """Set a signal's handler; see Python's documentation."""
-        patches = None
-        if callable(handler) and signalnum == module.SIGTERM:
-            patches = _patches()
-        if patches is None:
+        if signalnum != module.SIGTERM or not callable(handler):
             return own(set_handler(signalnum, handler))
 
         def reported(number, frame):
             # type: (int, Any) -> None
-            patches.send("WorkerHandler", state="begun")
+            _call("send", "WorkerHandler", state="begun")
             try:
                 handler(number, frame)
             finally:
-                patches.send("WorkerHandler", state="ended")
+                _call("send", "WorkerHandler", state="ended")
 
         reported.of_program = handler  # type: ignore[attr-defined]
         earlier = own(set_handler(signalnum, reported))
-        patches.send("WorkerHandler", state="set")
+        _call("send", "WorkerHandler", state="set")
         return earlier
 
     module.signal = signal
     module.getsignal = lambda signalnum: own(get_handler(signalnum))
 
 
-def _patches():
-    # type: () -> Any
-    """Return the module `torch_patches`; None if the job's directory was removed."""
+def _call(function, *arguments, **options):
+    # type: (str, Any, Any) -> None
+    """Call a function of `torch_patches`; do nothing if the job's directory was removed."""
     if __name__ != "sitecustomize":
-        from clusterjob.node.workers import torch_patches
-
-        return torch_patches
-    sys.path.insert(0, _HERE)
-    try:
-        return __import__(PATCHES)
-    except ImportError:
-        return None
-    finally:
-        sys.path.remove(_HERE)
+        from clusterjob.node.workers import torch_patches as patches
+    else:
+        if PATCHES not in sys.modules:
+            sys.path.insert(0, _HERE)
+            try:
+                __import__(PATCHES)
+            except ImportError:
+                return
+            finally:
+                sys.path.remove(_HERE)
+        patches = sys.modules[PATCHES]
+    getattr(patches, function)(*arguments, **options)
 
 
 def _run_hidden_sitecustomize():

@@ -72,8 +72,12 @@ def node_options(options: LaunchOptions) -> LaunchOptions:
     if len(parent) > _MAX_TEMPORARY:
         parent = "/tmp"  # noqa: S108 - mkdtemp makes it private
     directory, owner = tempfile.mkdtemp(prefix="ray-", dir=parent), os.getpid()
-    # A forked process inherits this handler.
-    atexit.register(lambda: os.getpid() == owner and shutil.rmtree(directory, ignore_errors=True))
+
+    @atexit.register
+    def remove() -> None:
+        if os.getpid() == owner:  # a forked process inherits this handler
+            shutil.rmtree(directory, ignore_errors=True)
+
     cpus = (options.cpus_per_task or 0) * (options.nproc_per_node or 1)
     settings = (directory, f"{options.join_timeout:g}", str(cpus))
     own = (*settings, *options.program.argv(sys.executable))

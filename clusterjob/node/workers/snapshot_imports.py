@@ -25,7 +25,7 @@ def install() -> None:
     So an editable installation that adds its directory to sys.path is that of the snapshot.
     """
     if _TOP and _SNAPSHOT and _Finder not in sys.path_hooks:
-        sys.path_hooks.insert(0, _Finder)  # type: ignore[arg-type]
+        sys.path_hooks.insert(0, _Finder)
         for path in list(sys.path_importer_cache):
             if _kept(path) is not None:
                 del sys.path_importer_cache[path]
@@ -36,7 +36,7 @@ def run_kept_script() -> None:
 
     Nothing happens if the script is the submitted version, is not in the tree, or is new.
     """
-    words, own = list(getattr(sys, "orig_argv", ())), getattr(sys, "argv", [""])
+    words, own = list(getattr(sys, "orig_argv", ())), getattr(sys, "argv", None) or [""]
     if own[0] in ("", "-", "-c", "-m") or words[-len(own) :][:1] != own[:1]:
         return
     kept = _kept(own[0])

@@ -3,10 +3,10 @@
 `hook` applies the patches; in a process that the forkserver has not forked, from a copy of this
 file. So it imports no other file of the package, and runs in Python 3.7. The patches:
 
-1. Keep destroyed gloo groups. torch 2.13 deadlocks or aborts if a gloo group is freed while a
-   thread of the group still waits for the interpreter's lock: ~ProcessGroupGloo (pthread_join)
-   against ~ThreadLocalState (take_gil). So the gloo backends of a destroyed group are freed only
-   after another group was formed, and never at the end of the process.
+1. Wait for the threads of gloo before a group is destroyed. torch 2.13 deadlocks or aborts if a
+   gloo group is freed while one of its threads still waits for the interpreter's lock:
+   ~ProcessGroupGloo (pthread_join) against ~ThreadLocalState (take_gil). A group that is left at
+   the end of the process is not freed.
 2. Limit the agents' store to its own address. Under TORCHELASTIC_USE_AGENT_STORE every rank is a
    client of a store, even at an address where no agent serves a store. So the variable applies
    only to the agents' address; at any other address rank 0 serves the store.
@@ -41,10 +41,8 @@ INTERVAL = 5.0  # seconds between two messages about waits
 _WAITING_NOTICE = 5.0  # seconds of waiting for a store before the notice that no process listens
 _CONNECT_TIMEOUT = 2.0
 _GLOO_TIMEOUT = 2.0
-# With TORCH_DISTRIBUTED_DEBUG=DETAIL a wrapper with its own gloo group holds each backend. Others,
-# such as NCCL's, hold memory of a GPU.
-_KEPT = ("ProcessGroupGloo", "_ProcessGroupWrapper")
-_DESTROYED: set[Any] = set()  # backends of process groups that must not be freed yet
+# With TORCH_DISTRIBUTED_DEBUG=DETAIL a wrapper with its own gloo group holds each backend.
+_GLOO = ("ProcessGroupGloo", "_ProcessGroupWrapper")
 
 
 # -- messages to the agent -------------------------------------------------------------------------
@@ -60,11 +58,16 @@ def tell(phase: str) -> None:
     send("WorkerPhase", phase=phase, monotonic=time.monotonic())
 
 
-def send(kind: str, **fields: Any) -> None:
+def note_import(_torch: object) -> None:
+    """Report that torch was imported."""
+    tell("imported")
+
+
+def send(type_: str, **fields: Any) -> None:
     """Write a message into the agents' report pipe; do nothing outside of a worker.
 
     Args:
-        kind: the name of the message, see `clusterjob.node.workers.forkserver_messages`.
+        type_: the name of the message, see `clusterjob.node.workers.forkserver_messages`.
         **fields: its fields without the local rank.
     """
     name, _, owner = os.environ.get("CLUSTERJOB_REPORT_FD", "").partition(":")
@@ -75,7 +78,7 @@ def send(kind: str, **fields: Any) -> None:
         return
     with contextlib.suppress(OSError, ValueError):
         local_rank = int(os.environ.get("LOCAL_RANK", "0"))  # torchrun itself has none
-        line = json.dumps({"type": kind, "local_rank": local_rank, **fields}).encode() + b"\n"
+        line = json.dumps({"type": type_, "local_rank": local_rank, **fields}).encode() + b"\n"
         flags = os.O_WRONLY | os.O_NONBLOCK | os.O_CLOEXEC
         descriptor = os.open(f"/proc/{owner}/fd/{int(name)}", flags)
         try:
@@ -91,11 +94,11 @@ def send(kind: str, **fields: Any) -> None:
 def patch_groups(module: Any) -> None:
     """Patch torch.distributed.distributed_c10d; see this file's first lines."""
     destroy, rendezvous = module.destroy_process_group, module.rendezvous
-    initialize = _then_free(module, module.init_process_group)
+    initialize = module.init_process_group
 
     @functools.wraps(destroy)
     def destroy_process_group(*args: Any, **options: Any) -> Any:
-        _keep(module)
+        wait_for_gloo()
         return destroy(*args, **options)
 
     @functools.wraps(rendezvous)
@@ -113,51 +116,25 @@ def patch_groups(module: Any) -> None:
         with contextlib.suppress(Exception):  # another torch; the job runs without it as well
             _measure_waits()
 
-    new_group = _then_free(module, module.new_group)
-    for function in (destroy_process_group, new_group, init_process_group, separate_rendezvous):
+    for function in (destroy_process_group, init_process_group, separate_rendezvous):
         setattr(module, function.__name__, function)
     atexit.register(_keep_at_exit, module)
     os.register_at_fork(after_in_child=functools.partial(_never_free, module, files=True))
 
 
-def _then_free(module: Any, form: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap a function that forms a group, to free those destroyed before.
+def _never_free(module: Any, *, files: bool = False) -> None:
+    """Keep the gloo backends of all groups for ever; those over a file only with `files`.
 
-    The rendezvous has made this process wait, so the threads of these groups are idle.
-    """
-
-    @functools.wraps(form)
-    def formed(*args: Any, **options: Any) -> Any:
-        earlier = list(_DESTROYED)
-        group = form(*args, **options)
-        if group != module.GroupMember.NON_GROUP_MEMBER:  # a non-member does not wait for ranks
-            _DESTROYED.difference_update(earlier)
-        return group
-
-    return formed
-
-
-def _keep(module: Any, *, files: bool = False) -> None:
-    """Keep the gloo backends of all groups; those that meet in a file only with `files`.
-
-    ~FileStore of the last rank removes the file; the next run would find that of a kept group.
+    ~ProcessGroupGloo in a forked child would wait for threads that do not exist there. ~FileStore
+    of the last rank removes the file; the next run would find it.
     """
     for group, (_, store) in module._world.pg_map.items():
         if files or type(_innermost(store)).__name__ != "FileStore":
             with contextlib.suppress(AttributeError, RuntimeError):  # a group written in Python
-                backends = [group._get_backend(device) for device in group._device_types]
-                _DESTROYED.update(each for each in backends if type(each).__name__ in _KEPT)
-
-
-def _never_free(module: Any, *, files: bool = False) -> None:
-    """Keep the gloo backends for ever: when the process ends, or those of a forked child's parent.
-
-    ~ProcessGroupGloo would wait forever for threads that do not exist in the child.
-    """
-    _keep(module, files=files)
-    for each in _DESTROYED:
-        ctypes.pythonapi.Py_IncRef(ctypes.py_object(each))
-    _DESTROYED.clear()
+                for device in group._device_types:
+                    backend = group._get_backend(device)
+                    if type(backend).__name__ in _GLOO:
+                        ctypes.pythonapi.Py_IncRef(ctypes.py_object(backend))
 
 
 def _keep_at_exit(module: Any) -> None:
@@ -381,7 +358,7 @@ def _measure_waits() -> None:
             reducer._set_ddp_runtime_logging_sample_rate(rate)
         # The all-reduces overlap the computation; the rest is a wait.
         wait = values["backward_comm_time"] - values["backward_compute_comm_overlap_time"]
-        return max(0, wait) / 1e9
+        return float(max(0, wait)) / 1e9
 
     @functools.wraps(set_logger)
     def watched_set_logger(reducer: Any, logger: Any) -> Any:
@@ -397,7 +374,7 @@ def _measure_waits() -> None:
         waits.end_step(wait)
         return result
 
-    c10d.Reducer.set_logger = watched_set_logger  # type: ignore[method-assign]
+    c10d.Reducer.set_logger = watched_set_logger  # type: ignore[assignment, method-assign]
     c10d.Logger.set_runtime_stats_and_log = _never_compiled(watched_note)  # type: ignore[method-assign]
 
 
