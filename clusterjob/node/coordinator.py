@@ -115,7 +115,7 @@ class Coordinator:
         self._kept: tuple[Any, ...] = ()  # what the successors know
         self._began = time.monotonic()
         self._begun = policy.begin_attempt(options, self._job_dir, identity.attempt)
-        self._found: dict[str, Any] | None = None  # by the preflight
+        self._found: dict[str, Any] = {}  # by the preflight
         self._due = 0.0  # when to decide if nothing changes
         self._earliest = self._latest = 0.0  # when to decide after a change
 
@@ -219,7 +219,7 @@ class Coordinator:
             slurm_up=self._slurm_up,
             stalled=self.membership.stalls.recent(self._options.lease),
             stacks=self._evidence.in_order() if self._evidence is not None else (),
-            slow={int(node): why for node, why in (self._found or {}).get("slow", {}).items()},
+            slow={int(node): why for node, why in self._found.get("slow", {}).items()},
         )
 
     # -- what follows from a decision --------------------------------------------------------------
@@ -307,9 +307,11 @@ class Coordinator:
 
     def _report_preflight(self) -> None:
         """Print what the preflight has found, and write it into the events."""
-        found = {"seconds": 0.0, "findings": [], "columns": [], "rows": {}} | (self._found or {})
-        cells = [(self._nodes[int(node)].host, cells) for node, cells in found["rows"].items()]
-        table = HeatTable.of(found["columns"], cells)
+        found: dict[str, Any] = {"seconds": 0.0, "findings": [], "columns": [], "rows": {}}
+        found |= self._found
+        names = core.host_names(self._nodes)
+        rows = [(names[int(node)], cells) for node, cells in found["rows"].items()]
+        table = HeatTable.of(found["columns"], rows)
         slow = core.slow_lines(self._ledger, self._nodes)[:_MOST_NAMED]
         measured = f"{_count(table.hosts)} in {found['seconds']} s"
         for line in (

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import enum
 import math
+from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -34,7 +35,7 @@ from clusterjob.node.states import (
     Request,
     Stop,
 )
-from clusterjob.node.system.ranges import ranges
+from clusterjob.node.system.ranges import ranges, ranks_text
 from clusterjob.node.system.sanitize import sanitize
 from clusterjob.node.verdict import (
     PREEMPTED_EXIT_CODE,
@@ -1102,8 +1103,8 @@ class _Step:
             self.wake(due)
             return
         running = sorted(set(range(run.world_size)) - ended)
-        still = f"{_ranks(running)} still run{'s' if len(running) == 1 else ''}"
-        text = f"{still}; {_ranks(sorted(ended))} ended {_UNFINISHED_SECONDS:.0f} s ago"
+        still = f"{ranks_text(running)} still run{'s' if len(running) == 1 else ''}"
+        text = f"{still}; {ranks_text(ended)} ended {_UNFINISHED_SECONDS:.0f} s ago"
         self.add("unfinished", text=text)
         by_node = {node: each[:_MOST_NAMED] for node, each in run.by_node(running).items()}
         self.change_run(successes=(len(ended), math.inf))
@@ -1312,9 +1313,19 @@ def _is_recorded(job: Job, ledger: Ledger) -> bool:
     return last is not None and (last.attempt, last.restart) == (job.attempt, ledger.restarts)
 
 
+def host_names(nodes: Mapping[int, Node]) -> dict[int, str]:
+    """Return the host of each node, with the node's number if the host has several nodes."""
+    count = Counter(node.host for node in nodes.values())
+    return {
+        number: f"{node.host} (node {number})" if count[node.host] > 1 else node.host
+        for number, node in nodes.items()
+    }
+
+
 def slow_lines(ledger: Ledger, nodes: Mapping[int, Node]) -> list[str]:
     """Return a line for each node that the preflight has found to be slow."""
-    return [f"host {nodes[node].host}: {why}" for node, why in ledger.slow.items()]
+    names = host_names(nodes)
+    return [f"host {names[node]}: {why}" for node, why in ledger.slow.items()]
 
 
 def _loss(node: Node) -> Loss:
@@ -1329,7 +1340,3 @@ def _has_ended(node: Node) -> bool:
 def _is_step(old: int, new: int, size: int) -> bool:
     """Return whether a count gets an event: of many ranks, one that doubled or is complete."""
     return new != old and (size <= _SMALL_WORLD or new == size or new >= 2 * old)
-
-
-def _ranks(numbers: Sequence[int]) -> str:
-    return f"rank{'' if len(numbers) == 1 else 's'} {', '.join(ranges(numbers))}"

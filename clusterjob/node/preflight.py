@@ -86,7 +86,7 @@ class HeatTable:
 
     def lines(self) -> list[str]:
         """Return the table as text; with many hosts, those with the smallest cells."""
-        shown = self.rows
+        shown: Sequence[Row] = self.rows
         if len(shown) > _MAX_SHOWN:
             shown = sorted(shown, key=least)[:_MAX_SHOWN]
         medians = [quantity(median, unit) for _, unit, median in self.columns]
@@ -154,10 +154,10 @@ def _name(text: str) -> str:
 
 def tasks(nodes: Sequence[int], probes: Sequence[str]) -> list[Task]:
     """Return the tasks of a pass, in the order in which each node takes its own."""
-    found: list[Task] = []
+    found, alone = list[Task](), [(node,) for node in nodes]
     for probe in probes:
-        alone = [(node,) for node in nodes]
-        found += [(probe, each) for each in (pairs_of(nodes) if probe == PAIR else alone)]
+        groups: Sequence[tuple[int, ...]] = pairs_of(nodes) if probe == PAIR else alone
+        found += [(probe, group) for group in groups]
     return found
 
 
@@ -225,7 +225,7 @@ def suspects(passes: Sequence[Amounts]) -> list[tuple[float, str, int]]:
         parts = [_small(each[name]) for each in passes if name in each]
         always = set.intersection(*map(set, parts))
         found += [(max(part[node] for part in parts), name, node) for node in always]
-    return sorted(found)
+    return sorted(found, key=lambda each: each[0])
 
 
 def _small(amounts: Mapping[int, float]) -> dict[int, float]:
@@ -297,8 +297,9 @@ def main() -> None:
     os.dup2(2, 1)  # what libraries print
     try:
         found = _meet(given)
-    except ImportError as error:
-        found = {"error": f"torch cannot be imported: {error}"}
+    except Exception as error:
+        what = "torch cannot be imported: " if isinstance(error, ImportError) else ""
+        found = {"error": f"{what}{error}"}
     os.write(output, json.dumps(found).encode())
     os._exit(0)  # threads of torch may hang
 
@@ -465,19 +466,17 @@ def _all_reduce(nodes: Sequence[int], node: int, store: Any) -> float:
     from torch import distributed
 
     torch.set_num_threads(1)  # the network is measured, not the addition
-    on_gpu = distributed.is_nccl_available() and torch.cuda.device_count() > 0
-    device = torch.device("cpu")
-    if on_gpu:  # another GPU, and so another network card, with each partner
-        device = torch.device("cuda", sum(nodes) % torch.cuda.device_count())
-        torch.cuda.set_device(device)
+    gpus = torch.cuda.device_count() if distributed.is_nccl_available() else 0
+    # Another GPU, and so another network card, with each partner.
+    device = f"cuda:{sum(nodes) % gpus}" if gpus else "cpu"
     distributed.init_process_group(
-        "nccl" if on_gpu else "gloo",
+        "nccl" if gpus else "gloo",
         store=store,
         rank=list(nodes).index(node),
         world_size=len(nodes),
         timeout=_TIMEOUT,
     )
-    size, times = _GPU_REDUCED if on_gpu else _REDUCED, list[float]()
+    size, times = _GPU_REDUCED if gpus else _REDUCED, list[float]()
     data = torch.zeros(size // 4, device=device)
     try:
         for _ in range(_REDUCTIONS + 1):

@@ -101,7 +101,7 @@ class Failure:
     local_rank: int | None
     node_rank: int
     host: _Text
-    exit_code: int
+    exit_code: Annotated[int, Limit(255)]
     signal: _Text | None
     message: _Text
     last_lines: Annotated[tuple[_Text, ...], Limit(200, cuts=True)] = ()

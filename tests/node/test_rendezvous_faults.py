@@ -125,8 +125,8 @@ def test_stall_includes_time_while_machine_was_suspended() -> None:
         moment += 2.5
         assert stalls.tick() == 0.0
     moment += 30.0
-    assert stalls.tick() == 30.0
-    assert (stalls.last, stalls.total) == (30.0, 30.0)
+    assert stalls.recent(10.0) == 30.0, "before it is recorded"
+    assert stalls.tick() == stalls.last == 30.0
     moment += 3.0
     assert stalls.recent(10.0) == 30.0
     assert stalls.recent(1.0) == 0.0
@@ -246,13 +246,12 @@ def test_rank_that_exits_while_others_wait_in_collective_is_root_cause(
     assert (failure["rank"], failure["kind"], failure["exit_code"]) == (1, "early_exit", 0), (
         job.result
     )
-    match = re.fullmatch(
+    message = (
         r"ended with exit code 0 (\d+\.\d s before|at that moment); "
-        r"ranks? ([\d, ]+) (was|were) in all_reduce",
-        failure["message"],
+        r"ranks? [023, -]+ (was|were) in all_reduce"
     )
-    assert match is not None, failure["message"]
-    assert {int(rank) for rank in match[2].split(",")} <= others <= {0, 2, 3}
+    assert re.fullmatch(message, failure["message"]), failure["message"]
+    assert others <= {0, 2, 3}
 
 
 # -- time limit ------------------------------------------------------------------------------------

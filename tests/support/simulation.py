@@ -258,8 +258,6 @@ class Simulation:
         some = {m.number for m in self.machines if rand.random() < 0.5}
         pairs = {(a, b) for a in some for b in range(len(self.machines)) if b not in some}
         self.cut_for(pairs | {(b, a) for a, b in pairs}, f"{sorted(some)} are cut off")
-        for number in range(len(self.machines)):
-            self.machines[number].hurt = True
 
     def one_way(self) -> None:
         a = self.victim().number
@@ -267,20 +265,18 @@ class Simulation:
         if self.random.random() < 0.5:
             pairs = {(b, a) for a, b in pairs}
         self.cut_for(pairs, f"one way of {a} is cut")
-        for machine in self.machines:
-            machine.hurt = True
 
     def cut_for(self, pairs: set[tuple[int, int]], what: str) -> None:
         seconds = self.random.choice([1.0, 6.0, 14.0, 30.0, 120.0, 600.0])
         self.say(f"{what} for {seconds:g} s")
         self.cut |= pairs
+        for machine in self.machines:
+            machine.hurt = True
         self.after(seconds, lambda: self.cut.difference_update(pairs))
 
     def pause_network(self) -> None:
         pairs = {(a, b) for a in range(len(self.machines)) for b in range(len(self.machines))}
         self.cut_for({(a, b) for a, b in pairs if a != b}, "the network")
-        for machine in self.machines:
-            machine.hurt = True
 
     def reset(self) -> None:
         machine = self.victim()

@@ -78,10 +78,11 @@ class Cluster:
     def lose(self, number: int, why: str = "no message for 10 s", **fields: Any) -> None:
         self.nodes[number] = replace(self.nodes[number], lost=Loss(why, self.now, **fields))
 
-    def say(self, number: int, **fields: Any) -> None:
-        """Let a node send its state."""
-        node = self.nodes[number]
-        self.nodes[number] = node.receive(replace(node.state, **fields), self.now)
+    def say(self, *numbers: int, **fields: Any) -> None:
+        """Let nodes send their states."""
+        for number in numbers:
+            node = self.nodes[number]
+            self.nodes[number] = node.receive(replace(node.state, **fields), self.now)
 
     def fail(self, number: int, *found: Failure, age: float = 0.0, exited: bool = True) -> None:
         self.say(number, failing=tuple(Failing(each, age, exited=exited) for each in found))
@@ -125,11 +126,17 @@ class Cluster:
             if self.decide(0.25) is Stage.RUN:
                 break
         assert self.ledger.stage is Stage.RUN
-        for number in self.ledger.nodes:
-            self.say(
-                number, round=self.ledger.round, started=True, ended=False, idle=False,
-                succeeded=(), failing=(), reported=False, exits=(),
-            )  # fmt: skip
+        self.say(
+            *self.ledger.nodes,
+            round=self.ledger.round,
+            started=True,
+            ended=False,
+            idle=False,
+            succeeded=(),
+            failing=(),
+            reported=False,
+            exits=(),
+        )
         self.decide()
         assert self.ledger.run.running
 
@@ -137,8 +144,7 @@ class Cluster:
         """Let all nodes stop their workers as they are told."""
         for _ in range(2):
             if self.ledger.stage is Stage.COLLECT:
-                for number in self.ledger.run.collect_from:
-                    self.say(number, collected=True)
+                self.say(*self.ledger.run.collect_from, collected=True)
                 self.decide()
             if self.ledger.stage is Stage.STOP:
                 for number in self.ledger.run.worlds:
@@ -152,10 +158,19 @@ class Cluster:
     def named(self, event: str) -> list[dict[str, Any]]:
         return [fields for name, fields in self.events if name == event]
 
+    def finish(self) -> None:
+        """End the round."""
+        self.decide()
+        self.stop()
+
     @property
     def end(self) -> Outcome:
-        assert self.ledger.end is not None
-        return self.ledger.end
+        return self.ledger.ending
+
+    @property
+    def cause(self) -> Failure:
+        assert self.end.failure is not None
+        return self.end.failure
 
     def _view(self) -> View:
         return View(self.nodes, time=f"{self.now:.3f}", **self.view)
@@ -186,8 +201,7 @@ def end_round(cluster: Cluster, node: int, kind: FailureKind, message: str = "bo
     rank = cluster.ledger.nodes.index(node)
     failed = failure(rank, node=node, local=0, kind=kind, message=message)
     cluster.fail(node, failed)
-    cluster.decide()
-    cluster.stop()
+    cluster.finish()
 
 
 # -- the first round -------------------------------------------------------------------------------
@@ -200,8 +214,7 @@ def test_round_begins_when_all_nodes_are_there_and_succeeds_when_all_workers_hav
     succeed(cluster, 0)
     assert cluster.decide() is Stage.RUN
     succeed(cluster, 1)
-    cluster.decide()
-    cluster.stop()
+    cluster.finish()
     assert (cluster.ledger.stage, cluster.end.state) == (Stage.END, JobState.SUCCEEDED)
     assert [each.kind for each in cluster.ledger.rounds] == [""]
 
@@ -210,10 +223,8 @@ def test_workers_that_ended_without_success_or_failure_are_no_success() -> None:
     cluster = running(2, 2)
     succeed(cluster, 0)
     cluster.say(1, ended=True, succeeded=(0,))
-    cluster.decide()
-    cluster.stop()
-    assert cluster.end.failure is not None
-    assert (cluster.end.failure.node_rank, cluster.end.failure.kind) == (1, "process_lost")
+    cluster.finish()
+    assert (cluster.cause.node_rank, cluster.cause.kind) == (1, "process_lost")
 
 
 def test_missing_node_is_named_every_5_s_and_ends_the_job_after_the_timeout() -> None:
@@ -295,8 +306,7 @@ def measuring(nnodes: int = 3, **options: Any) -> Cluster:
 
 
 def measured(cluster: Cluster, *numbers: int, how: str = core.MEASURED) -> None:
-    for number in numbers:
-        cluster.say(number, measured=how)
+    cluster.say(*numbers, measured=how)
 
 
 @pytest.mark.parametrize(
@@ -329,8 +339,7 @@ def test_slow_node_is_replaced_by_a_spare_or_refused(
     ]
     if nodes is None:
         assert f"preflight: host gpu1: {SLOW[1]}" in cluster.end.reason
-        assert cluster.end.failure is not None
-        assert cluster.end.failure.kind is FailureKind.LAUNCH
+        assert cluster.cause.kind is FailureKind.LAUNCH
         assert len(cluster.named("round_ended")) == 1
 
 
@@ -416,8 +425,7 @@ def test_cancellation_saves_stacks_on_request(*, stacks: bool) -> None:
 def test_cancellation_ends_the_wait_for_a_lost_node() -> None:
     cluster = running(2, max_restarts=3)
     cluster.lose(1)
-    cluster.decide()
-    cluster.stop()
+    cluster.finish()
     assert cluster.wait(3.0) is Stage.WAIT
     cluster.say(0, request=Request(cancel="cancelled"))
     assert cluster.decide() is Stage.END
@@ -433,8 +441,7 @@ def test_job_whose_workers_have_all_ended_with_0_before_a_cancellation_has_succe
     if decided:
         assert cluster.decide() is Stage.STOP
     cluster.say(1, request=Request(cancel="cancelled"))
-    cluster.decide()
-    cluster.stop()
+    cluster.finish()
     assert (cluster.ledger.stage, cluster.end.state) == (Stage.END, JobState.SUCCEEDED)
 
 
@@ -466,8 +473,7 @@ def test_cancellation_during_the_stop_of_a_failed_round_ends_the_job() -> None:
     cluster.fail(1, failure(1, node=1, local=0, kind=FailureKind.SIGNAL))
     cluster.decide()
     cluster.say(0, request=Request(cancel="cancelled"))
-    cluster.decide()
-    cluster.stop()
+    cluster.finish()
     assert (cluster.ledger.stage, cluster.end.state) == (Stage.END, JobState.CANCELLED)
 
 
@@ -476,8 +482,7 @@ def test_time_limit_counts_from_when_all_workers_run() -> None:
     cluster.decide()
     cluster.wait(25.0)
     assert cluster.ledger.stage is Stage.RUN
-    for number in (0, 1):
-        cluster.say(number, round=0, started=True, idle=False)
+    cluster.say(0, 1, round=0, started=True, idle=False)
     cluster.decide()
     assert cluster.wait(9.0) is Stage.RUN
     cluster.wait(1.5)
@@ -526,8 +531,7 @@ def test_rank_that_ended_with_0_is_no_cause_of_a_failure_that_is_no_effect() -> 
         0, reported=True, ended=True, succeeded=(0,), exits=(Failing(left, 1.0, exited=True),)
     )
     cluster.fail(1, failure(1, node=1, local=0, exit_code=3, kind=FailureKind.EXIT_CODE))
-    cluster.decide()
-    cluster.stop()
+    cluster.finish()
     assert (cluster.end.exit_code, cluster.end.failure) == (
         3,
         failure(1, node=1, local=0, exit_code=3, kind=FailureKind.EXIT_CODE),
@@ -541,13 +545,11 @@ def test_all_nodes_are_asked_before_an_effect_is_the_verdict() -> None:
     cluster.decide()
     cluster.decide(EFFECT_TIMEOUT)
     assert cluster.orders()[1].report
-    for number in (0, 1):
-        cluster.say(number, reported=True)
+    cluster.say(0, 1, reported=True)
     assert cluster.wait(10.0) is Stage.RUN
     cluster.fail(2, failure(2, node=2, local=0), age=8.0)
     cluster.decide()
-    assert cluster.end.failure is not None
-    assert cluster.end.failure.rank == 2
+    assert cluster.cause.rank == 2
 
 
 def test_silent_node_delays_the_verdict_on_an_effect_for_its_lease() -> None:
@@ -568,8 +570,7 @@ def test_early_exit_explains_effects() -> None:
     cluster.say(1, reported=True, exits=(Failing(left, 1.0, exited=True),))
     cluster.wait(1.0)
     cluster.stop()
-    assert cluster.end.failure is not None
-    assert (cluster.end.failure.rank, cluster.end.failure.kind) == (1, "early_exit")
+    assert (cluster.cause.rank, cluster.cause.kind) == (1, "early_exit")
 
 
 def test_report_that_arrives_during_the_stop_may_be_the_cause() -> None:
@@ -635,8 +636,7 @@ def test_spare_takes_the_place_of_a_lost_node_without_max_restarts() -> None:
     cluster = running(3, spares=1)
     assert cluster.ledger.nodes == (0, 1)
     cluster.lose(1)
-    cluster.decide()
-    cluster.stop()
+    cluster.finish()
     assert cluster.ledger.stage is Stage.WAIT
     fence = cluster.job.options.lease + core.END_SECONDS
     assert cluster.wait(fence - 1.0) is Stage.WAIT, "its workers may run until its lease is over"
@@ -649,8 +649,7 @@ def test_node_whose_end_is_recorded_is_not_waited_for() -> None:
     cluster = running(3, spares=1)
     cluster.lose(1, ended=True)
     cluster.view["ended"] = frozenset({1})
-    cluster.decide()
-    cluster.stop()
+    cluster.finish()
     cluster.wait(0.5)
     assert cluster.ledger.nodes == (0, 2)
     assert not cluster.named("avoid"), "only the agent was killed"
@@ -743,8 +742,7 @@ def test_elastic_job_shrinks_and_the_node_that_returns_gets_the_last_place() -> 
     cluster = running(3, min_nodes=2, max_restarts=2)
     cluster.lose(1, ended=True)
     cluster.view["ended"] = frozenset({1})
-    cluster.decide()
-    cluster.stop()
+    cluster.finish()
     cluster.run()
     assert cluster.ledger.nodes == (0, 2)
     cluster.join(1)
@@ -767,8 +765,7 @@ def test_loss_of_an_idle_spare_does_not_disturb_the_workers() -> None:
 def test_lost_node_without_others_ends_an_elastic_job_below_its_size() -> None:
     cluster = running(2, min_nodes=2, max_restarts=1, join_timeout=30.0)
     cluster.lose(1)
-    cluster.decide()
-    cluster.stop()
+    cluster.finish()
     cluster.wait(31.0)
     assert cluster.ledger.stage is Stage.END
     assert "1 of 2 nodes are left, and none came within 30 s" in cluster.end.reason
@@ -777,13 +774,11 @@ def test_lost_node_without_others_ends_an_elastic_job_below_its_size() -> None:
 def test_lost_node_that_does_not_return_ends_a_job_that_needs_it() -> None:
     cluster = running(2, max_restarts=3, lease=10.0)
     cluster.lose(1, "its connection was closed")
-    cluster.decide()
-    cluster.stop()
+    cluster.finish()
     assert cluster.wait(14.5) is Stage.WAIT
     cluster.wait(1.0)
     assert (cluster.ledger.stage, cluster.ledger.restarts) == (Stage.END, 0)
-    assert cluster.end.failure is not None
-    assert (cluster.end.failure.kind, cluster.end.failure.node_rank) == ("node_lost", 1)
+    assert (cluster.cause.kind, cluster.cause.node_rank) == ("node_lost", 1)
     assert "was lost: its connection was closed; 1 of 2 nodes are left" in cluster.end.reason
 
 
@@ -793,16 +788,14 @@ def test_node_that_was_started_again_in_a_round_is_lost_and_gets_no_workers() ->
     cluster.join(1)
     assert cluster.orders()[1].world is None
     cluster.decide()
-    assert cluster.end.failure is not None
-    assert cluster.end.failure.node_rank == 1
+    assert cluster.cause.node_rank == 1
 
 
 def test_node_with_workers_takes_no_part_in_the_next_round() -> None:
     cluster = running(3, spares=1, max_restarts=2)
     cluster.say(2, idle=False)
     cluster.fail(1, failure(1, node=1, local=0, kind=FailureKind.SIGNAL))
-    cluster.decide()
-    cluster.stop()
+    cluster.finish()
     cluster.run()
     assert cluster.ledger.nodes == (0, 1)
 
@@ -812,9 +805,8 @@ def test_coordinator_that_stood_still_blames_itself() -> None:
     cluster.view["stalled"] = 30.0
     cluster.lose(1, "no message from it", by_agent=True)
     cluster.decide()
-    assert cluster.end.failure is not None
-    assert cluster.end.failure.node_rank == 0
-    assert "did not run for 30 s" in cluster.end.failure.message
+    assert cluster.cause.node_rank == 0
+    assert "did not run for 30 s" in cluster.cause.message
 
 
 # -- preemption ------------------------------------------------------------------------------------
@@ -845,10 +837,8 @@ def test_worker_that_leaves_after_a_warning_preempts_the_job_with_its_effects() 
     cluster.decide()
     assert cluster.ledger.stage is Stage.RUN
     cluster.fail(1, failure(1, node=1, local=0, exit_code=75, kind=FailureKind.PREEMPTED))
-    for number in (0, 1):
-        cluster.say(number, ended=True)
-    cluster.decide()
-    cluster.stop()
+    cluster.say(0, 1, ended=True)
+    cluster.finish()
     assert cluster.end.reason == "SIGUSR1 on gpu0: its workers left to be queued again"
 
 
@@ -862,8 +852,7 @@ def test_workers_that_our_own_stop_has_ended_were_not_preempted() -> None:
     cluster.now += 0.1
     cluster.fail(1, terminated)
     cluster.say(1, request=Request(warning="SIGTERM on gpu1"))
-    cluster.decide()
-    cluster.stop()
+    cluster.finish()
     assert (cluster.end.state, cluster.end.failure) == (JobState.FAILED, failure(0))
     view = cluster._view()
     assert [each.failure for each in core.entries(cluster.job, cluster.ledger, view)] == [
@@ -953,8 +942,7 @@ def test_missing_rank_is_the_cause_when_those_that_waited_have_given_up() -> Non
     stuck = failure(3, node=1, local=1, message="the others gave up waiting for it")
     waiting(cluster, 3, gave_up=True)
     cluster.fail(0, gave_up)
-    cluster.say(0, reported=True)
-    cluster.say(1, reported=True)
+    cluster.say(0, 1, reported=True)
     assert cluster.wait(2.0) is Stage.RUN, "the answer may take 3 s"
     cluster.say(1, probed=Probed(1, ("rank 3: it sleeps",), (stuck,)))
     cluster.decide()
@@ -970,12 +958,10 @@ def test_rank_for_which_others_gave_up_is_no_cause_of_a_lost_connection(
     cluster.say(1, probed=Probed(1, ("rank 3: it sleeps",), (failure(3, node=1, local=1),)))
     assert cluster.decide(60.0) is Stage.RUN, "the script may handle the error"
     cluster.fail(0, failure(0, effect=True, kind=kind))
-    for number in (0, 1):
-        cluster.say(number, reported=True)
+    cluster.say(0, 1, reported=True)
     cluster.wait(1.0)
     cluster.stop()
-    assert cluster.end.failure is not None
-    assert cluster.end.failure.rank == cause
+    assert cluster.cause.rank == cause
 
 
 def test_missing_ranks_are_asked_on_nodes_of_unequal_size() -> None:
@@ -1002,8 +988,7 @@ def test_answer_to_an_earlier_question_is_no_cause() -> None:
     cluster.fail(0, failure(0, effect=True, kind=FailureKind.RENDEZVOUS))
     cluster.say(0, reported=True)
     cluster.wait(4.0)
-    assert cluster.end.failure is not None
-    assert cluster.end.failure.rank == 0
+    assert cluster.cause.rank == 0
 
 
 def test_ranks_that_still_run_10_s_after_the_others_are_named_once() -> None:
@@ -1100,8 +1085,7 @@ def test_job_hangs_after_the_timeout_without_any_sign() -> None:
     assert cluster.hangs(60)
     assert cluster.now - begin == pytest.approx(20.0, abs=0.5)
     cluster.stop()
-    assert cluster.end.failure is not None
-    assert cluster.end.failure.kind is FailureKind.HANG
+    assert cluster.cause.kind is FailureKind.HANG
 
 
 def test_workers_are_started_again_after_a_hang_whose_rank_is_named() -> None:
@@ -1172,14 +1156,12 @@ def test_stop_of_the_coordinator_itself_is_no_hang() -> None:
 def split(nnodes: int, own: Sequence[int], **view: Any) -> Cluster:
     """Return a cluster whose coordinator has lost all nodes but some in the first round."""
     cluster = running(nnodes, max_restarts=3, moves=True)
-    for number in cluster.nodes:
-        cluster.say(number, seen=1)
+    cluster.say(*cluster.nodes, seen=1)
     cluster.decide()
     cluster.view.update(view)
     for number in set(cluster.nodes) - set(own):
         cluster.lose(number)
-    cluster.decide()
-    cluster.stop()
+    cluster.finish()
     return cluster
 
 
@@ -1204,12 +1186,10 @@ def test_half_of_a_job_goes_on_only_if_slurm_says_that_its_node_is_up(
 ) -> None:
     cluster = running(4, max_restarts=3, min_nodes=2, moves=True)
     cluster.job = replace(cluster.job, asks_slurm=True)
-    for number in cluster.nodes:
-        cluster.say(number, seen=1)
+    cluster.say(*cluster.nodes, seen=1)
     for number in (2, 3):
         cluster.lose(number)
-    cluster.decide()
-    cluster.stop()
+    cluster.finish()
     cluster.view["slurm_up"] = up
     cluster.wait(14.0)
     assert cluster.ledger.stage is stage
@@ -1267,8 +1247,7 @@ def test_new_coordinator_carries_out_the_end_that_was_recorded(
 def test_round_without_its_lost_spares_ends_if_they_may_go_on_alone() -> None:
     cluster = Cluster(5, spares=3, max_restarts=3, moves=True)
     cluster.run()
-    for number in cluster.nodes:
-        cluster.say(number, seen=1)
+    cluster.say(*cluster.nodes, seen=1)
     cluster.lose(4)
     assert cluster.decide() is Stage.RUN
     for number in (2, 3):

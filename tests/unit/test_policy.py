@@ -140,7 +140,8 @@ def test_same_error_at_same_line_in_two_rounds_is_not_retried() -> None:
 )
 def test_another_error_is_retried(second: dict[str, Any]) -> None:
     own = Restarts(5)
-    first = {"kind": FailureKind.CODE, "message": "ValueError: 7", "where": "train.py:12"}
+    where = "train.py:12"
+    first: dict[str, Any] = {"kind": FailureKind.CODE, "message": "ValueError: 7", "where": where}
     assert own.after(**first).retry
     assert own.after(**(first | second)).retry
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import functools
 import json
 import math
 import os
@@ -411,17 +410,18 @@ class Agent:
         package = Path(preflight.__file__).parents[2]  # in a directory, or in the node zip
         paths = (os.fspath(package), os.environ.get("PYTHONPATH", ""))
         variables["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
-        private = functools.partial(os.open, mode=0o600)
-        with (directory / PREFLIGHT_LOG).open("ab", opener=private) as log:
-            process = await asyncio.create_subprocess_exec(
-                *(sys.executable, "-m", preflight.__name__),
-                stdin=asyncio.subprocess.PIPE,
-                stdout=asyncio.subprocess.PIPE,
-                stderr=log,
-                cwd=directory,  # no module of the script's directory takes the place of another
-                env=os.environ | variables,
-                pass_fds=[store.fileno()] if store is not None else [],
-            )
+        log = os.open(directory / PREFLIGHT_LOG, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+        process = await asyncio.create_subprocess_exec(
+            *(sys.executable, "-m", preflight.__name__),
+            stdin=asyncio.subprocess.PIPE,
+            stdout=asyncio.subprocess.PIPE,
+            stderr=log,
+            cwd=directory,  # no module of the script's directory takes the place of another
+            env=os.environ | variables,
+            pass_fds=[store.fileno()] if store is not None else [],
+            start_new_session=True,  # no Ctrl-C of a terminal
+        )
+        os.close(log)
         if store is not None:
             store.close()
         found = {"error": "it has ended; its log is preflight.log"}

@@ -74,7 +74,6 @@ class Stalls:
         clock: seconds that also pass while the machine is suspended.
 
     Attributes:
-        total: seconds of all stalls so far.
         last: seconds of the latest stall.
     """
 
@@ -83,7 +82,7 @@ class Stalls:
         interval: float,
         clock: Callable[[], float] = lambda: time.clock_gettime(time.CLOCK_BOOTTIME),
     ) -> None:
-        self.total = self.last = 0.0
+        self.last = 0.0
         self._interval = interval
         self._clock = clock
         self._ticked = clock()
@@ -96,13 +95,14 @@ class Stalls:
         if elapsed <= 2 * self._interval:
             return 0.0
         self.last, self._ended = elapsed, moment
-        self.total += elapsed
         return elapsed
 
     def recent(self, seconds: float) -> float:
-        """Return the seconds of the latest stall if it ended within the last `seconds`, else 0."""
-        self.tick()
-        return self.last if self._clock() - self._ended <= seconds else 0.0
+        """Return the seconds of a stall that ended within the last `seconds`, or now; else 0."""
+        moment = self._clock()
+        if moment - self._ticked > 2 * self._interval:
+            return moment - self._ticked
+        return self.last if moment - self._ended <= seconds else 0.0
 
 
 _CLOSE_SECONDS = 1.0  # seconds for the other agents to close their connections
@@ -331,7 +331,7 @@ class Membership:
                 self._note_rejected(self._waiting.pop(oldest), _TOO_MANY)
                 oldest.cancel()
             peer, channel = await self._admit(reader, writer)
-            del self._waiting[task]
+            self._waiting.pop(task, None)
             channel.send(messages.Welcome())
             await self._receive_from(peer, channel)
         except asyncio.CancelledError:
@@ -384,13 +384,10 @@ class Membership:
         await channel.close()
 
     async def _send_heartbeats(self) -> None:
-        heartbeat, known = messages.Heartbeat(), self.stalls.total
+        heartbeat = messages.Heartbeat()
         while True:
             await asyncio.sleep(self._options.heartbeat)
-            self.stalls.tick()
-            # A decision may have noticed the stall first.
-            stalled, known = self.stalls.total - known, self.stalls.total
-            if stalled:
+            if stalled := self.stalls.tick():
                 self._events.add("stalled", node_rank=self._own, seconds=round(stalled, 1))
             moment = time.monotonic()
             for node_rank, peer in self.peers.items():

@@ -17,7 +17,6 @@ from clusterjob.node.verdict import Failure, RoundEnd, Verdict
 
 # One of them must be alive. A message to each agent names them all.
 MAX_SUCCESSORS = 8
-_MAX_EXIT_CODE = 255
 
 _Nodes = Annotated[tuple[Number, ...], Limit(1 << 14)]
 
@@ -256,8 +255,8 @@ def check_sender(message: object, node_rank: int) -> None:
         node_rank: the agent's node.
 
     Raises:
-        MalformedMessageError: a failure or a stack belongs to another node, or its worker or exit
-            code is impossible.
+        MalformedMessageError: a failure or a stack belongs to another node, or to an impossible
+            worker.
     """
     failures: list[Failure] = []
     if isinstance(message, StackFound) and message.stack.node_rank != node_rank:
@@ -272,7 +271,3 @@ def check_sender(message: object, node_rank: int) -> None:
             raise MalformedMessageError(f"a failure of node {failure.node_rank}")
         if (failure.rank is None) != (failure.local_rank is None):
             raise MalformedMessageError("a failure with only one of rank and local rank")
-        if min(failure.rank or 0, failure.local_rank or 0) < 0:
-            raise MalformedMessageError(f"a failure of rank {failure.rank}")
-        if not 0 <= failure.exit_code <= _MAX_EXIT_CODE:
-            raise MalformedMessageError(f"a failure with exit code {failure.exit_code}")

@@ -278,9 +278,10 @@ def _is_newer(directory: Path, before: int) -> bool:
 
 
 def _progress(job_dir: Path) -> dict[str, Any]:
+    found: Any = None
     with contextlib.suppress(OSError):
-        return files.read_json(ends.directory(job_dir) / "progress.json") or {}
-    return {}
+        found = files.read_json(ends.directory(job_dir) / "progress.json")
+    return found if isinstance(found, dict) else {}
 
 
 def _write_progress(job_dir: Path, data: dict[str, Any]) -> None:

@@ -13,6 +13,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 
 from clusterjob.node.logs import failure_texts
+from clusterjob.node.system.ranges import ranks_text
 from clusterjob.node.verdict import Failure, FailureKind
 
 # Seconds for which the coordinator waits for the root cause when a failure only names a lost peer.
@@ -24,7 +25,6 @@ EXIT_TIMEOUT = 5.0
 # this many seconds after the failures that it causes.
 _LATE_EXIT_SECONDS = 2.0
 
-_MAX_NAMED = 8  # maximum ranks that a message names
 _UNNAMED = "in a collective"
 
 Key = tuple[int, "int | None"]  # node_rank, local_rank
@@ -139,7 +139,7 @@ def _as_cause(exits: Sequence[Failure], seconds: float, effects: Sequence[Failur
         effects: the failures of other ranks in torch.distributed.
     """
     before = f"{seconds:.1f} s before" if seconds >= 0.05 else "at that moment"
-    also = f", as {_ranks(exits[1:])} did" if exits[1:] else ""
+    also = f", as {_named(exits[1:])} did" if exits[1:] else ""
     calls: dict[str, list[Failure]] = {}
     for effect in effects:
         name = failure_texts.collective(effect.last_lines)
@@ -147,7 +147,7 @@ def _as_cause(exits: Sequence[Failure], seconds: float, effects: Sequence[Failur
     if len(calls) > 1:  # the traceback of a rank that was stopped may be incomplete
         calls.pop(_UNNAMED, None)
     clauses = [
-        f"{_ranks(ranks)} {'was' if len(ranks) == 1 else 'were'} {call}"
+        f"{_named(ranks)} {'was' if len(ranks) == 1 else 'were'} {call}"
         for call, ranks in calls.items()
     ]
     return replace(
@@ -157,8 +157,5 @@ def _as_cause(exits: Sequence[Failure], seconds: float, effects: Sequence[Failur
     )
 
 
-def _ranks(failures: Sequence[Failure]) -> str:
-    numbers = sorted(each.rank for each in failures if each.rank is not None)
-    more = f" and {len(numbers) - _MAX_NAMED} more" if len(numbers) > _MAX_NAMED else ""
-    named = ", ".join(map(str, numbers[:_MAX_NAMED]))
-    return f"rank{'s' if len(numbers) > 1 else ''} {named}{more}"
+def _named(failures: Sequence[Failure]) -> str:
+    return ranks_text(each.rank for each in failures if each.rank is not None)

@@ -14,3 +14,9 @@ def ranges(numbers: Iterable[int]) -> list[str]:
         else:
             found.append([number])
     return [str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in found]
+
+
+def ranks_text(ranks: Iterable[int]) -> str:
+    """Return ranks as text, such as ``rank 3`` or ``ranks 0-2, 5``."""
+    named = ", ".join(ranges(sorted(ranks)))
+    return f"rank{'' if named.isdecimal() else 's'} {named}"
