@@ -151,7 +151,8 @@ class Agent:
         self._start(self._send_states())
         self._start(self._keep_lease())
         serving = asyncio.create_task(self._serve())
-        await asyncio.wait({serving, self._crashes.first}, return_when=asyncio.FIRST_COMPLETED)
+        either: set[asyncio.Future[Any]] = {serving, self._crashes.first}
+        await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
         error = serving.exception() if serving.done() else self._crashes.first.result()
         verdict = serving.result() if error is None else self._failed(error)
         serving.cancel()
