@@ -11,7 +11,6 @@ The same lines run under clusterjob, under torchrun, in a platform's own process
 
 from __future__ import annotations
 
-import os
 import sys
 
 from clusterjob.errors import UsageError
@@ -101,7 +100,7 @@ def init(
         )
         return known
     shutdown()  # closes a context whose group the script has destroyed itself
-    if process.report_pipe() is not None:
+    if process.is_worker():
         offer.offer()  # forked workers have done this before, and `hook` in others
     finding = rank_assignment.find(
         {name.upper(): str(value) for name, value in given.items() if value is not None},
@@ -111,7 +110,7 @@ def init(
 
     import torch.distributed as dist  # not earlier: torch reads variables that `prepare` sets
 
-    state.pid, state.timeout = os.getpid(), timeout
+    state.timeout = timeout
     if dist.is_available() and dist.is_initialized():
         context = group.adopt(finding, backend, process_group=process_group)
     else:

@@ -3,22 +3,29 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
-import re
 import time
 from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
 
 from clusterjob.node.logs.job_dir import TIMELINE
-from clusterjob.node.logs.log_files import FILE_NAME, by_start, file_names, open_regular, shown
+from clusterjob.node.logs.log_files import (
+    FILE_NAME,
+    NOTE,
+    LogFile,
+    by_start,
+    file_names,
+    open_regular,
+    shown,
+)
 from clusterjob.node.system.sanitize import sanitize
 
-_TIMELINE_TAIL = 256 << 10  # bytes that one call reads of a timeline
+_FIRST_NOTES = 8192  # records of a long timeline that the first call reads
 _LINE_TAIL = 4096  # bytes to read for the last line of a file
 _LONGEST = 500  # characters of a line that are kept
 _MAX_RANKS = 4096  # ranks of one node; a host may name any number
-_NOTE = re.compile(rb"(\d{1,12}\.\d{3}) (\S{1,80}) (\d{1,18})")
 
 
 class LiveOutput:
@@ -30,7 +37,7 @@ class LiveOutput:
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory
-        self._offset = 0
+        self._timeline = LogFile(0, None, stream="", path=directory / TIMELINE)
         self._begin = 0.0  # the first recorded time that was read
         self._seen: dict[str, tuple[float, int]] = {}  # by name: time and size
         self._shown: dict[int | None, tuple[str, int]] = {}  # by rank: the file and size of a line
@@ -73,23 +80,16 @@ class LiveOutput:
         return self._lines.get(rank, "")
 
     def _notes(self) -> Iterator[tuple[float, str, int]]:
-        """Yield the records of the timeline that are new; of many, the last ones."""
-        with contextlib.suppress(OSError), open_regular(self._directory / TIMELINE) as stream:
-            end = os.fstat(stream.fileno()).st_size
-            if end - self._offset > _TIMELINE_TAIL:
-                stream.seek(end - _TIMELINE_TAIL)
-                self._offset = end - _TIMELINE_TAIL + len(stream.readline(_TIMELINE_TAIL))
-            stream.seek(self._offset)
-            data = stream.read(_TIMELINE_TAIL)
-            data = data[: data.rfind(b"\n") + 1]
-            self._offset += len(data)
-            for line in data.split(b"\n"):
-                if (match := _NOTE.fullmatch(line)) is not None:
-                    yield float(match[1]), match[2].decode(errors="replace"), int(match[3])
+        """Yield the records of the timeline that are new; at first of many, the last ones."""
+        if not self._timeline.offset:
+            self._timeline.skip_to_tail(_FIRST_NOTES)
+        for line in itertools.chain.from_iterable(self._timeline.lines_up_to(None)):
+            if (match := NOTE.fullmatch(line.text)) is not None:
+                yield float(match[1]), match[2], int(match[3])
 
     def _find_unrecorded(self) -> None:
         """Add the files that no record names: old ones, or all if the node has no agent."""
-        has_timeline = self._offset > 0
+        has_timeline = self._timeline.offset > 0
         if has_timeline and self._shown:
             return  # what grows from now on is recorded
         for name in file_names(self._directory):

@@ -18,7 +18,7 @@ import time
 import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from clusterjob.errors import CheckpointError, UsageError
 
@@ -40,12 +40,6 @@ _ALLOWED = {
     "pathlib": {"PosixPath"},
     "pathlib._local": {"PosixPath"},  # Python 3.13
 }  # fmt: skip
-
-
-class _Saved(NamedTuple):
-    number: int
-    step: int
-    path: Path
 
 
 class Checkpoint:
@@ -98,9 +92,8 @@ class Checkpoint:
         problem: Exception | None = None
         saved = self._found() if self._context.is_main else []
         for index in itertools.count():
-            chosen = saved[index] if index < len(saved) else _Saved(-1, -1, self._directory)
-            number = self._context.reduce(chosen.number, "max")
-            step = self._context.reduce(chosen.step, "max")
+            chosen = saved[index] if index < len(saved) else (-1, -1)
+            number, step = (self._context.reduce(each, "max") for each in chosen)
             if number < 0:
                 break
             path = self._directory / _name(number, step)
@@ -134,10 +127,8 @@ class Checkpoint:
             raise UsageError(f"step {step!r}: must be a whole number from 0")
 
         def write() -> None:
-            if self._sharded:
-                _save_parts(self._unfinished, state)
-            else:
-                _save_whole(self._unfinished / _STATE, state)
+            save = _save_parts if self._sharded else _save_whole
+            save(self._unfinished, state)
 
         self._together(step, self._begin)
         self._together(step, write, all_ranks=self._sharded)
@@ -148,34 +139,28 @@ class Checkpoint:
         """Make an empty directory; the old one is left of a save that was killed."""
         if not self._directory.is_dir():
             self._directory.mkdir(parents=True, exist_ok=True)
-            _sync_directory(self._directory.parent)
+            _sync(self._directory.parent)
         if self._unfinished.exists():
             shutil.rmtree(self._unfinished)
         self._unfinished.mkdir()
 
     def _finish(self, step: int) -> None:
         """Rename the checkpoint, and remove all but it and the one before."""
-        _sync_directory(self._unfinished)
+        _sync(self._unfinished)
         saved = self._found()
-        number = saved[0].number + 1 if saved else 0
+        number = saved[0][0] + 1 if saved else 0
         self._unfinished.rename(self._directory / _name(number, step))
-        _sync_directory(self._directory)
-        previous = next((one for one in saved if one.number not in self._unreadable), None)
+        _sync(self._directory)
+        previous = next((one for one in saved if one[0] not in self._unreadable), None)
         for one in saved:
-            if one is not previous:
-                shutil.rmtree(one.path, ignore_errors=True)
+            if one != previous:
+                shutil.rmtree(self._directory / _name(*one), ignore_errors=True)
 
-    def _found(self) -> list[_Saved]:
-        """Return the checkpoints of the directory, the newest first, readable or not."""
-        try:
-            names = [_NAME.fullmatch(name) for name in os.listdir(self._directory)]
-        except FileNotFoundError:
-            return []
-        found = [
-            _Saved(int(match["number"]), int(match["step"]), self._directory / match[0])
-            for match in names
-            if match
-        ]
+    def _found(self) -> list[tuple[int, int]]:
+        """Return number and step of each checkpoint, the newest first, readable or not."""
+        names = os.listdir(self._directory) if self._directory.is_dir() else []
+        matches = filter(None, map(_NAME.fullmatch, names))
+        found = [(int(match["number"]), int(match["step"])) for match in matches]
         return sorted(found, reverse=True)
 
     def _try(self, action: Callable[[], Any]) -> tuple[bool, Any, Exception | None]:
@@ -202,9 +187,9 @@ def _name(number: int, step: int) -> str:
     return f"{number:08}.step{step}"
 
 
-def _sync_directory(path: Path) -> None:
+def _sync(directory: Path) -> None:
     """Write the names in a directory to disk."""
-    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         os.fsync(descriptor)
     finally:
@@ -218,10 +203,10 @@ def _wait_for(path: Path) -> None:
         time.sleep(0.1)
 
 
-def _save_whole(path: Path, state: Any) -> None:
+def _save_whole(directory: Path, state: Any) -> None:
     import torch
 
-    with path.open("xb") as stream:
+    with (directory / _STATE).open("xb") as stream:
         torch.save(state, stream)
         stream.flush()
         os.fsync(stream.fileno())

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import atexit
-import contextlib
 import math
 import numbers
 import os
@@ -14,16 +13,13 @@ import time
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from clusterjob.errors import UsageError
-from clusterjob.node import contract, program
+from clusterjob.node import program
 from clusterjob.node.environments import this_node
-from clusterjob.node.logs import job_dir, log_files
 from clusterjob.node.verdict import PREEMPTED_EXIT_CODE
-from clusterjob.node.workers import forkserver_messages as messages
 from clusterjob.node.workers import torch_patches
 from clusterjob.worker import preemption, process
 from clusterjob.worker.checkpoint import Checkpoint
@@ -35,7 +31,11 @@ if TYPE_CHECKING:
 _ABANDON_TIMEOUT = 5.0  # seconds to leave a group whose peers may have ended
 _BEAT_INTERVAL = 1.0  # seconds between two heartbeats that are sent
 _MAX_STEP = 2**62
-OPERATIONS = ("mean", "sum", "min", "max", "product")
+_MAX_MESSAGE = 600  # characters of an error, so that the report is one atomic write
+_OPERATIONS: dict[str, Callable[[list[int | float]], int | float]] = {
+    "mean": lambda values: sum(values) / len(values), "sum": sum, "min": min, "max": max,
+    "product": math.prod,
+}  # fmt: skip
 
 
 @dataclass(kw_only=True, eq=False, repr=False)
@@ -64,7 +64,7 @@ class Context:
     """
 
     source: str
-    device: torch.device
+    device: torch.device = field(init=False)
     rank: int = 0
     local_rank: int = 0
     world_size: int = 1
@@ -83,7 +83,6 @@ class Context:
     _pid: int = field(default_factory=os.getpid, init=False)
     _depth: int = field(default=0, init=False)
     _beat_at: float = field(default=0.0, init=False)
-    _closed: bool = field(default=False, init=False)
 
     def __repr__(self) -> str:
         return (
@@ -108,7 +107,7 @@ class Context:
         trace: TracebackType | None,
     ) -> None:
         self._depth -= 1
-        if self._depth > 0 or self._closed:
+        if self._depth > 0 or state.context is not self:
             return  # this is an inner block; the outer block still needs the group
         ends_well = error is None or (isinstance(error, SystemExit) and error.code in (None, 0))
         leave(failed=not ends_well)
@@ -154,7 +153,6 @@ class Context:
             self._store.await_joined()
         self._store = None  # rank 0 may serve it
         joined, leaving = self._group is not None, self._owned and self.holds_group()
-        self._closed = True
         self._group = None
         if leaving and failed and self.world_size > 1:
             process.call_within(_ABANDON_TIMEOUT, self._abandon, device=self.device)
@@ -226,9 +224,9 @@ class Context:
                 does not fit into 64 bits, the context was shut down, or there are other processes
                 and no process group.
         """
-        if op not in OPERATIONS:
+        if op not in _OPERATIONS:
             raise UsageError(
-                f"reduce: unknown operation {op!r}: must be one of {', '.join(OPERATIONS)}"
+                f"reduce: unknown operation {op!r}: must be one of {', '.join(_OPERATIONS)}"
             )
         grouped = self._can_communicate()
         import torch
@@ -347,16 +345,14 @@ class Context:
         Raises:
             SystemExit: always.
         """
-        descriptor = process.report_pipe()
-        if descriptor is not None:  # report first: peers may fail as soon as this process leaves
-            leaving = messages.WorkerFailing(
-                self.local_rank,
-                time.monotonic(),
-                message="left to be queued again",
-                exit_code=PREEMPTED_EXIT_CODE,
-                kind="preempted",
-            )
-            messages.report(descriptor, leaving)
+        # Report first: peers may fail as soon as this process leaves.
+        process.report(
+            "WorkerFailing",
+            monotonic=time.monotonic(),
+            message="left to be queued again",
+            exit_code=PREEMPTED_EXIT_CODE,
+            kind="preempted",
+        )
         if not process.call_within(_ABANDON_TIMEOUT, lambda: leave(failed=False), self.device):
             atexit.register(process.end_process, PREEMPTED_EXIT_CODE)  # the group is stuck
         raise SystemExit(PREEMPTED_EXIT_CODE)
@@ -371,17 +367,10 @@ class Context:
             step: the number of the training step, for the verdict of a job that hangs.
         """
         moment = time.monotonic()
-        if moment < self._beat_at:
-            return
-        self._beat_at = moment + _BEAT_INTERVAL
-        descriptor = process.report_pipe()
-        if descriptor is not None:
+        if moment >= self._beat_at:
+            self._beat_at = moment + _BEAT_INTERVAL
             number = -1 if step is None else min(max(int(step), 0), _MAX_STEP)
-            messages.report(descriptor, messages.WorkerAlive(self.local_rank, number))
-        elif os.environ.get(contract.JOB_DIR):  # the agent has started torchrun, and that this
-            directory = log_files.node_directory(Path(os.environ[contract.JOB_DIR]), self.node_rank)
-            with contextlib.suppress(OSError):
-                (directory / job_dir.HEARTBEAT).touch(0o600)
+            torch_patches.send("WorkerAlive", step=number)  # also of a torchrun's worker
 
     def checkpoint(self, directory: str | os.PathLike[str], *, sharded: bool = False) -> Checkpoint:
         """Return the checkpoints in a directory that all nodes share; it may not exist yet.
@@ -396,7 +385,7 @@ class Context:
     # -- communication -----------------------------------------------------------------------------
 
     def _check_open(self) -> None:
-        if self._closed:
+        if state.context is not self:
             raise UsageError("this context was shut down: call bootstrap.init() again")
 
     def _can_communicate(self) -> bool:
@@ -420,29 +409,23 @@ class Context:
         import torch.distributed as dist
 
         exact = not (value.is_floating_point() or value.is_complex())
-        work_type, result_type = value.dtype, value.dtype
+        work_type = result_type = value.dtype
         if exact:
             work_type = torch.int64  # gloo does not support bool and int16
-            if op == "sum" and value.dtype == torch.bool:
-                result_type = torch.int64
-            elif op == "mean":
-                result_type = torch.get_default_dtype()
         elif value.is_floating_point() and value.element_size() < 4:
             work_type = torch.float32
-        place = (
-            value.device
-            if not grouped or value.device.type in self._devices
-            else self._exchange_device()
-        )
+        if exact and op == "mean":
+            result_type = torch.get_default_dtype()
+        elif op == "sum" and value.dtype == torch.bool:
+            result_type = torch.int64
+        is_sent = not grouped or value.device.type in self._devices
+        place = value.device if is_sent else self._exchange_device()
         work = value.detach().to(
             device=place, dtype=work_type, copy=True, memory_format=torch.contiguous_format
         )
         if grouped:
-            # gloo has no mean operation.
-            operation = {"mean": dist.ReduceOp.SUM, "product": dist.ReduceOp.PRODUCT}.get(
-                op
-            ) or getattr(dist.ReduceOp, op.upper())
-            dist.all_reduce(work, op=operation)
+            name = "SUM" if op == "mean" else op.upper()  # gloo has no mean operation
+            dist.all_reduce(work, op=getattr(dist.ReduceOp, name))
         if op == "mean":
             work = (work.double() if exact else work) / self.world_size
         return work.to(device=value.device, dtype=result_type)
@@ -487,17 +470,9 @@ def _plain_number(value: Any) -> int | float:
 
 
 def _combine(values: list[int | float], op: str) -> int | float:
-    if op == "mean":
-        return float(sum(values) / len(values))
-    if op == "sum":
-        return sum(values)
-    if op == "product":
-        return math.prod(values)
     # Only NaN differs from itself.
-    not_a_number = next((value for value in values if value != value), None)  # noqa: PLR0124
-    if not_a_number is not None:
-        return not_a_number
-    return min(values) if op == "min" else max(values)
+    not_a_number = [value for value in values if value != value]  # noqa: PLR0124
+    return not_a_number[0] if not_a_number else _OPERATIONS[op](values)
 
 
 # -- the end of this process -----------------------------------------------------------------------
@@ -510,16 +485,15 @@ class ProcessState:
     Attributes:
         context: the context that `init` returned; None after the end of the context.
         timeout: the timeout that `init` was given, in seconds.
-        pid: pid of the process that called `init`. A forked child inherits this state.
-        watched: whether `watch` has installed its hooks.
+        watched: pid of the process that `watch` has installed its hooks in. A forked child
+            inherits this state.
         grouped: whether this process has had a process group.
         abandoned: whether threads of an abandoned group may still run.
     """
 
     context: Context | None = None
     timeout: float | None = None
-    pid: int = 0
-    watched: bool = False
+    watched: int = 0
     grouped: bool = False
     abandoned: bool = False
 
@@ -539,33 +513,29 @@ def leave(*, failed: bool) -> None:
         state.abandoned |= context.close(failed=failed)
 
 
-def watch(local_rank: int) -> None:
+def watch() -> None:
     """Leave the group at exit, and report an uncaught exception to the agent at once.
 
-    A second call does nothing.
-
-    Args:
-        local_rank: local rank of this worker, for the report.
+    A second call in a process does nothing.
     """
-    if state.watched:
+    pid = os.getpid()
+    if state.watched == pid:
         return
-    state.watched = True
+    state.watched = pid
     atexit.register(leave, failed=False)
     previous = sys.excepthook
-    report_fd = process.report_pipe()
 
     def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-        own = os.getpid() == state.pid and threading.current_thread() is threading.main_thread()
-        if own and report_fd is not None:
-            failing = messages.WorkerFailing(
-                local_rank,
-                time.monotonic(),
-                message=program.summary(error),
+        own = os.getpid() == pid and threading.current_thread() is threading.main_thread()
+        if own:
+            process.report(
+                "WorkerFailing",
+                monotonic=time.monotonic(),
+                message=program.summary(error)[:_MAX_MESSAGE],
                 exit_code=130 if kind is KeyboardInterrupt else 1,
                 kind=program.failure_kind(error),
                 where=program.place(error),
             )
-            messages.report(report_fd, failing)
         previous(kind, error, trace)
         if own and not (sys.flags.interactive or hasattr(sys, "ps1")):
             leave(failed=True)

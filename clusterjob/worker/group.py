@@ -44,10 +44,8 @@ def make(
     kind, gpus = accelerators()
     check_gpus(worker, gpus, process_group=process_group)
     backend = choose_backend(backend, gpus, kind=kind)
-    device = torch.device(choose_device(worker.local_rank if worker else 0, gpus, kind=kind))
-    if gpus:
-        getattr(torch, kind).set_device(device)
-    context = _context_at(worker, finding.source, device=device)
+    context = _context_at(worker, finding.source)
+    _use_device(context, kind, gpus)
     if process_group or (process_group is None and worker is not None):
         if not torch.distributed.is_available():
             raise UsageError(
@@ -55,16 +53,14 @@ def make(
                 "init(process_group=False) works without it"
             )
         try:
-            store = _make_group(worker, backend, timeout=timeout, device=device)
+            store = _make_group(worker, backend, timeout=timeout, device=context.device)
         finally:
-            watch(context.local_rank)
+            watch()
         context.join_group(owned=True, store=store)
         if finding.source in _NODES_UNKNOWN:
-            hosts, own = _hosts(context.world_size)
-            nodes = list(dict.fromkeys(hosts))
-            context.node_rank, context.nnodes = nodes.index(own), len(nodes)
+            _count_nodes(context)
     elif worker is not None:
-        watch(context.local_rank)
+        watch()
     return context
 
 
@@ -79,7 +75,6 @@ def adopt(finding: Finding, backend: str | None, *, process_group: bool | None) 
     Raises:
         UsageError: the arguments do not fit the group.
     """
-    import torch
     import torch.distributed as dist
 
     if process_group is False:
@@ -87,31 +82,23 @@ def adopt(finding: Finding, backend: str | None, *, process_group: bool | None) 
             "init(process_group=False), but the script has initialised "
             "torch's default process group already"
         )
-    kind, gpus = accelerators()
     worker: Any = finding.placement
     rank, world_size = dist.get_rank(), dist.get_world_size()
     # A node's assignment has no rank, and the script may number the group's ranks in another order.
     if (getattr(worker, "rank", None), getattr(worker, "world_size", None)) == (rank, world_size):
-        context = _context_at(
-            worker,
-            finding.source,
-            device=torch.device(choose_device(worker.local_rank, gpus, kind=kind)),
-        )
+        context = _context_at(worker, finding.source)
     else:
-        context = _context_by_hosts(rank, world_size)
-        context.device = torch.device(choose_device(context.local_rank, gpus, kind=kind))
+        context = Context(source="process group", rank=rank, world_size=world_size)
+        _count_nodes(context)
     bound = getattr(dist.group.WORLD, "bound_device_id", None)
-    if bound is not None and bound.type == kind:
-        context.device = bound
-    if gpus:
-        getattr(torch, kind).set_device(context.device)
+    _use_device(context, *accelerators(), bound=bound)
     context.join_group(owned=False)
     if backend is not None and backend != context.backend:
         raise UsageError(
             f"init(backend={backend!r}), but the script has initialised "
             f"the process group with {context.backend}"
         )
-    watch(context.local_rank)
+    watch()
     return context
 
 
@@ -154,17 +141,12 @@ def _make_group(
     seconds = timeout or rendezvous.DEFAULT_TIMEOUT
     torch_patches.tell("rendezvous")
     try:
-        place = open_store(worker, seconds, group_timeout=timeout)
-        rendezvous.join(
-            place.signed,
-            worker,
-            own=rendezvous.own_facts(worker, device, backend=backend),
-            timeout=seconds,
-            started=place.served,
-        )
+        place = open_store(worker, seconds)
+        own = rendezvous.own_facts(worker, device, backend=backend)
+        rendezvous.join(place, own, timeout=seconds)
         with rendezvous.forming(place):
             dist.init_process_group(
-                store=place.store, rank=worker.rank, world_size=worker.world_size, **options
+                store=place.torch_store, rank=worker.rank, world_size=worker.world_size, **options
             )
         place.note_formed()
     except RuntimeError as error:  # torch's DistError is a RuntimeError
@@ -181,13 +163,12 @@ def _make_group(
     return place
 
 
-def _context_at(worker: Worker | None, source: str, device: Any) -> Context:
+def _context_at(worker: Worker | None, source: str) -> Context:
     if worker is None:
-        return Context(source=source, device=device)
+        return Context(source=source)
     topology = worker.topology
     return Context(
         source=source,
-        device=device,
         rank=worker.rank,
         local_rank=worker.local_rank,
         world_size=worker.world_size,
@@ -199,32 +180,17 @@ def _context_at(worker: Worker | None, source: str, device: Any) -> Context:
     )
 
 
-def _context_by_hosts(rank: int, world_size: int) -> Context:
-    """Return the context of a group whose processes have ranks but no node ranks."""
-    import torch
-
-    hosts, own = _hosts(world_size)
-    nodes = list(dict.fromkeys(hosts))
-    return Context(
-        source="process group",
-        device=torch.device("cpu"),
-        rank=rank,
-        local_rank=hosts[:rank].count(own),
-        world_size=world_size,
-        local_world_size=hosts.count(own),
-        node_rank=nodes.index(own),
-        nnodes=len(nodes),
-    )
-
-
-def _hosts(world_size: int) -> tuple[list[str], str]:
-    """Return the machine of each process of the group, and this process's machine."""
+def _count_nodes(context: Context) -> None:
+    """Set the node, and the rank on it, of a process of a group with ranks but no node ranks."""
     import torch.distributed as dist
 
     own = f"{socket.gethostname()} {processes.boot_id()}"
-    hosts: list[str] = [""] * world_size
+    hosts: list[str] = [""] * context.world_size
     dist.all_gather_object(hosts, own)
-    return hosts, own
+    nodes = list(dict.fromkeys(hosts))
+    context.node_rank, context.nnodes = nodes.index(own), len(nodes)
+    context.local_rank = hosts[: context.rank].count(own)
+    context.local_world_size = hosts.count(own)
 
 
 # -- devices ---------------------------------------------------------------------------------------
@@ -272,6 +238,17 @@ def choose_device(local_rank: int, gpus: int, kind: str = "cuda") -> str:
         kind: torch's device type for them.
     """
     return f"{kind}:{local_rank % gpus}" if gpus else "cpu"
+
+
+def _use_device(context: Context, kind: str, gpus: int, bound: Any = None) -> None:
+    """Set the device of a process; `bound` is that of its group, if it has one."""
+    import torch
+
+    context.device = torch.device(choose_device(context.local_rank, gpus, kind))
+    if bound is not None and bound.type == kind:
+        context.device = bound
+    if gpus:
+        getattr(torch, kind).set_device(context.device)
 
 
 def check_gpus(worker: Worker | None, gpus: int, *, process_group: bool | None) -> None:

@@ -67,15 +67,12 @@ def outcome_name(rank: int, attempt: int, suffix: str = "json") -> str:
     return f"rank{rank}.attempt{attempt}.{suffix}"
 
 
-class _NotPlain(ValueError):
-    """The value has a part that JSON cannot express."""
-
-
 def _encode(value: Any) -> Any:
     """Return a value as JSON data in which a list, a tuple and a dict are told apart.
 
     Raises:
-        _NotPlain: the value has a part that is no number, text, list, tuple or dict.
+        TypeError: the value has a part that is no number, text, list, tuple or dict; the message
+            is the part's type.
     """
     if value is None or type(value) in (bool, int, str):
         return value
@@ -87,7 +84,7 @@ def _encode(value: Any) -> Any:
         return [_encode(item) for item in value]
     if type(value) is dict and all(type(key) is str for key in value):
         return {"dict": {key: _encode(item) for key, item in value.items()}}
-    raise _NotPlain(type(value).__name__)
+    raise TypeError(type(value).__name__)
 
 
 def _decode(data: Any) -> Any:
@@ -95,11 +92,10 @@ def _decode(data: Any) -> Any:
         return [_decode(item) for item in data]
     if not isinstance(data, dict):
         return data
-    if isinstance(data.get("tuple"), list):
-        return tuple(_decode(item) for item in data["tuple"])
-    if isinstance(data.get("dict"), dict):
-        return {key: _decode(item) for key, item in data["dict"].items()}
-    raise ValueError("an object has no type")
+    [(kind, inner)] = data.items()  # ValueError: an object of no type
+    if kind == "dict":
+        return {key: _decode(item) for key, item in inner.items()}
+    return tuple(map(_decode, inner))
 
 
 def write_value(
@@ -111,16 +107,17 @@ def write_value(
         OSError: the files cannot be written.
         Exception: the value cannot be pickled.
     """
-    size = {} if world_size is None else {"world_size": world_size}
+    data, pickled, kind = b"", None, type(value).__name__
     try:
-        text = json.dumps({"value": _encode(value), **size}).encode()
-        if len(text) > MAX_JSON:
-            raise _NotPlain(f"{type(value).__name__} of {len(text)} bytes")
-    except (ValueError, RecursionError) as error:  # ValueError: also an int of over 4,300 digits
-        kind = str(error) if isinstance(error, _NotPlain) else type(value).__name__
-        text = json.dumps({"pickled": kind, **size}).encode()
-        _write(job_dir, outcome_name(rank, attempt, "pkl"), _pickle(CallOutcome(value)))
-    _write(job_dir, outcome_name(rank, attempt), text)
+        data = json.dumps({"value": _encode(value), "world_size": world_size}).encode()
+    except TypeError as error:
+        kind = str(error)
+    except (ValueError, RecursionError):  # such as an int of over 4,300 digits
+        pass
+    if not data or len(data) > MAX_JSON:
+        data = json.dumps({"pickled": kind, "world_size": world_size}).encode()
+        pickled = _pickle(CallOutcome(value))
+    _write(job_dir, rank, attempt, data, pickled=pickled)
 
 
 def write_error(job_dir: Path, rank: int, attempt: int, error: BaseException) -> None:
@@ -130,24 +127,17 @@ def write_error(job_dir: Path, rank: int, attempt: int, error: BaseException) ->
     """
     failure = RemoteFailure(
         type(error).__name__,
-        _text_of(error)[:_MAX_MESSAGE],
+        str(error)[:_MAX_MESSAGE],
         traceback="".join(traceback.format_exception(error))[-_MAX_TRACE:],
     )
     try:
-        data = _pickle(CallOutcome(error=error, failure=failure))
-        pickle.loads(data)  # noqa: S301 - some exceptions can be pickled, but not unpickled
+        pickled = _pickle(CallOutcome(error=error, failure=failure))
+        pickle.loads(pickled)  # noqa: S301 - some exceptions can be pickled, but not unpickled
     except Exception:
         text = JobFailed(f"{failure.type}: {failure.message}")
-        data = pickle.dumps(CallOutcome(error=text, failure=failure))
-    _write(job_dir, outcome_name(rank, attempt, "pkl"), data)
-    _write(job_dir, outcome_name(rank, attempt), json.dumps({"error": vars(failure)}).encode())
-
-
-def _text_of(error: BaseException) -> str:
-    try:
-        return str(error)
-    except Exception:  # the exception's own code runs here
-        return "(its text cannot be shown)"
+        pickled = _pickle(CallOutcome(error=text, failure=failure))
+    data = json.dumps({"error": vars(failure)}).encode()
+    _write(job_dir, rank, attempt, data, pickled=pickled)
 
 
 def _pickle(outcome: CallOutcome) -> bytes:
@@ -158,10 +148,12 @@ def _pickle(outcome: CallOutcome) -> bytes:
     return bytes(cloudpickle.dumps(outcome))
 
 
-def _write(job_dir: Path, name: str, data: bytes) -> None:
+def _write(job_dir: Path, rank: int, attempt: int, data: bytes, pickled: bytes | None) -> None:
     folder = job_dir / FOLDER
     folder.mkdir(mode=0o700, exist_ok=True)
-    files.write_atomic(folder / name, data)
+    if pickled is not None:
+        files.write_atomic(folder / outcome_name(rank, attempt, "pkl"), pickled)
+    files.write_atomic(folder / outcome_name(rank, attempt), data)
 
 
 def from_json(data: bytes, rank: int) -> CallOutcome:
@@ -179,7 +171,7 @@ def from_json(data: bytes, rank: int) -> CallOutcome:
             return CallOutcome(failure=RemoteFailure(**texts))
         size = found.get("world_size")
         if size is not None and not (type(size) is int and 0 < size <= MAX_WORLD_SIZE):
-            raise ValueError("the world size is out of range")
+            raise ValueError
         if "pickled" in found:
             return CallOutcome(pickled=str(found["pickled"])[:200], world_size=size)
         return CallOutcome(_decode(found["value"]), world_size=size)
@@ -234,12 +226,12 @@ class ReturnValue:
 
     def on_job_end(self, job_return: Any, **_: Any) -> None:
         """Write the value that the function returned; an exception ends the worker anyway."""
-        job_dir = os.environ.get(contract.JOB_DIR)
-        if job_dir and job_return.status.name == "COMPLETED":
+        environ = os.environ
+        if environ.get(contract.JOB_DIR) and job_return.status.name == "COMPLETED":
             write_value(
-                Path(job_dir),
-                int(os.environ.get("RANK", "0")),
-                attempt=this_node.read_attempt(os.environ),
+                Path(environ[contract.JOB_DIR]),
+                int(environ.get("RANK", "0")),
+                attempt=this_node.read_attempt(environ),
                 value=job_return.return_value,
             )
 

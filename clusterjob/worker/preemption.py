@@ -16,6 +16,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 from types import FrameType
+from typing import Any
 
 from clusterjob.errors import UsageError
 from clusterjob.node import contract
@@ -25,6 +26,9 @@ from clusterjob.node.logs import ends
 _INTERVAL = 1.0  # seconds between two polls of the warning file
 # Value of CLUSTERJOB_WARNING_FD without an agent: the scheduler signals each process of the job.
 BY_SIGNALS = "none"
+# The signal by which the waiting thread interrupts the main thread: libraries use the first ones.
+_WAKE = signal.SIGRTMIN + 10 if hasattr(signal, "SIGRTMIN") else signal.SIGUSR2
+_OF_A_CHILD: dict[int, Any] = {signal.SIGUSR1: signal.SIG_IGN}  # else the default
 
 
 def warned(pid: int) -> bool:
@@ -55,11 +59,6 @@ def _on_main_thread() -> bool:
     return threading.current_thread() is threading.main_thread()
 
 
-def _wake_signal() -> int:
-    """Return the signal by which the waiting thread interrupts the main thread."""
-    return signal.SIGRTMIN + 10  # libraries use the first real-time signals
-
-
 def _ask(pipe: int, seconds: float) -> tuple[bool, bool]:
     """Return whether a warning and whether a stop has arrived; wait up to `seconds` for one."""
     poll = select.poll()  # a new object per call: threads and signal handlers cannot share one
@@ -72,50 +71,45 @@ class _Watch:
     """The preemption warning of this process: its sources and its callbacks."""
 
     def __init__(self) -> None:
-        self._armed = False
-        self._seen = False
-        self._terminated_once = False
-        self._pipe: int | None = None  # the agent's pipe, which is polled and never read
-        self._job_dir: Path | None = None
+        self._handlers: dict[int, Any] = {}  # those that `arm` has installed, by signal
+        self._seen = self._terminated_once = self._calling = False
         self._next_poll = 0.0
         self._callbacks: list[Callable[[], object]] = []
-        self._calling = False
         self._thread: threading.Thread | None = None  # waits for the warning
+        self._pipe: int | None = None  # the agent's pipe, which is polled and never read
         descriptor, _, inode = os.environ.get(contract.WARNING_FD, "").partition(":")
         with contextlib.suppress(ValueError, OSError):
             # A child inherits the variable, but may have another file under this number.
             if os.fstat(int(descriptor)).st_ino == int(inode):
                 self._pipe = int(descriptor)
-        job_dir = os.environ.get(contract.JOB_DIR)
-        if job_dir and self._pipe is None:
-            self._job_dir = Path(job_dir)
+        self._job_dir = Path(os.environ.get(contract.JOB_DIR) or os.devnull)
 
     # -- sources of the warning ------------------------------------------------------------------
 
     def arm(self) -> None:
-        """Handle the scheduler's signals."""
-        if self._armed:
+        """Handle the scheduler's signals, unless the script handles them itself."""
+        if self._handlers:
             return
-        self._armed = True
         os.register_at_fork(after_in_child=self._disarm_child)
-        warns = self._pipe is not None or os.environ.get(contract.WARNING_FD) == BY_SIGNALS
-        if warns and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
-            signal.signal(signal.SIGTERM, self._terminated)
         # The agent and the job scripts make their children ignore SIGUSR1.
-        if signal.getsignal(signal.SIGUSR1) is signal.SIG_DFL:
-            signal.signal(signal.SIGUSR1, self._warned)
+        self._handlers = {_WAKE: self._warned, signal.SIGUSR1: self._warned}
+        if self._pipe is not None or os.environ.get(contract.WARNING_FD) == BY_SIGNALS:
+            self._handlers[signal.SIGTERM] = self._terminated
+        for number, handler in self._handlers.items():
+            if signal.getsignal(number) is signal.SIG_DFL:
+                signal.signal(number, handler)
 
     def poll(self) -> bool:
         """Return whether the warning has arrived; on the main thread, call the callbacks first."""
         if not self._seen:
-            self._seen = _ask(self._pipe, 0)[0] if self._pipe is not None else self._file_exists()
-        if self._seen and self._callbacks and _on_main_thread():
+            self._seen = self._file_exists() if self._pipe is None else _ask(self._pipe, 0)[0]
+        if self._seen and _on_main_thread():
             self._call()
         return self._seen
 
     def _file_exists(self) -> bool:
         now = time.monotonic()
-        if self._job_dir is None or now < self._next_poll:
+        if now < self._next_poll:
             return False
         self._next_poll = now + _INTERVAL
         return ends.warning_file(self._job_dir, this_node.read_attempt(os.environ)).exists()
@@ -127,28 +121,21 @@ class _Watch:
 
         While the workers are being stopped, the first SIGTERM ends the process too.
         """
-        if self._terminated_once or self._is_stopped():
+        is_stopped = ends.cancelled(self._job_dir) if self._pipe is None else _ask(self._pipe, 0)[1]
+        if self._terminated_once or is_stopped:
             signal.signal(number, signal.SIG_DFL)
             os.kill(os.getpid(), number)
         self._terminated_once = True
         self._warned(number, frame)
-
-    def _is_stopped(self) -> bool:
-        if self._pipe is not None:
-            return _ask(self._pipe, 0)[1]
-        return self._job_dir is not None and ends.cancelled(self._job_dir)
 
     def _warned(self, _number: int, _frame: FrameType | None) -> None:
         self._seen = True
         self._call()
 
     def _disarm_child(self) -> None:
-        for number, ours, theirs in (
-            (signal.SIGTERM, self._terminated, signal.SIG_DFL),
-            (signal.SIGUSR1, self._warned, signal.SIG_IGN),
-        ):
-            if signal.getsignal(number) == ours:
-                signal.signal(number, theirs)
+        for number, handler in self._handlers.items():
+            if signal.getsignal(number) == handler:
+                signal.signal(number, _OF_A_CHILD.get(number, signal.SIG_DFL))
         self._callbacks.clear()
 
     # -- callbacks -------------------------------------------------------------------------------
@@ -157,7 +144,6 @@ class _Watch:
         """Call a function when the warning arrives, or now if it has already arrived."""
         self._callbacks.append(callback)
         if not self.poll() and self._thread is None:
-            signal.signal(_wake_signal(), self._warned)
             self._thread = threading.Thread(
                 target=self._wait, daemon=True, name="clusterjob-warning"
             )
@@ -183,8 +169,7 @@ class _Watch:
                 time.sleep(_INTERVAL)
             elif _ask(self._pipe, _INTERVAL) == (False, True):
                 return
-        if self._callbacks:
-            signal.pthread_kill(threading.main_thread().ident or 0, _wake_signal())
+        signal.pthread_kill(threading.main_thread().ident or 0, _WAKE)
 
 
 @functools.cache

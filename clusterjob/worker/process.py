@@ -1,48 +1,33 @@
-"""Access the agent's report pipe from a worker, and end a worker process without SIGABRT."""
+"""Report to the agent from a worker, and end a worker process without SIGABRT."""
 
 from __future__ import annotations
 
 import atexit
 import ctypes
 import os
-import stat
 import sys
 import threading
 from collections.abc import Callable
 from typing import Any
 
 from clusterjob.node import contract
-from clusterjob.node.workers import forkserver_messages as messages
+from clusterjob.node.workers import torch_patches
 
 
-def report_pipe() -> int | None:
-    """Return the descriptor of the pipe on which the agent receives failure reports, or None.
-
-    It is None under other launchers, and in a worker's children.
-    """
-    descriptor, _, pid = os.environ.get(contract.REPORT_FD, "").partition(":")
-    try:
-        # A child inherits the variable, but may have another file under this number.
-        if pid != str(os.getpid()) or not stat.S_ISFIFO(os.fstat(int(descriptor)).st_mode):
-            return None
-        os.set_inheritable(int(descriptor), False)
-    except (ValueError, OSError):
-        return None
-    return int(descriptor)
+def is_worker() -> bool:
+    """Return whether an agent has started this process; False in a worker's children."""
+    return os.environ.get(contract.REPORT_FD, "").rpartition(":")[2] == str(os.getpid())
 
 
-def ask_agents(local_rank: int, missing: list[int], *, final: bool) -> None:
-    """Report ranks that this worker waits for to the agents; do nothing without agents.
+def report(type_: str, **fields: Any) -> None:
+    """Write a message to the agent that has started this process; do nothing without one.
 
     Args:
-        local_rank: this worker's index on its node.
-        missing: the ranks.
-        final: whether this worker gives up now.
+        type_: the name of the message, see `clusterjob.node.workers.forkserver_messages`.
+        **fields: its fields without the local rank.
     """
-    descriptor = report_pipe()
-    if descriptor is not None and missing:
-        ranks = tuple(missing[: messages.MAX_NAMED])
-        messages.report(descriptor, messages.WorkerWaiting(local_rank, ranks, final))
+    if is_worker():
+        torch_patches.send(type_, **fields)
 
 
 def end_process(exit_code: int) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import os
 import sys
-from dataclasses import replace
 
 from clusterjob.errors import PlacementError, UsageError
 from clusterjob.node.environments import (
@@ -42,38 +41,42 @@ def find(given: dict[str, str], *, checked: bool = True) -> Finding:
             "rank and world_size are both required"
         )
     if given.get("WORLD_SIZE") == "1" and given["RANK"] == given.get("LOCAL_RANK", "0") == "0":
-        return Finding(source="arguments", placement=None)
-    if checked and given:
-        given = _complete(given)
+        return Finding("arguments")
     # Given ranks are read like torch's variables; the variables of other families are ignored.
-    finding = (
-        families.read_torch(os.environ | given)
-        if given
-        else detection.detect(detection.look_up(os.environ))
-    )
+    if given:
+        finding = families.read_torch(os.environ | (_complete(given) if checked else given))
+    else:
+        finding = detection.detect(detection.look_up(os.environ))
     if not checked:
         return finding
-    by_node = finding.evidence.get("node_rank") == "RANK"
-    if finding.conflicts and by_node:
-        finding = replace(
-            finding,
-            conflicts=(*finding.conflicts, "LOCAL_RANK is not set, so that RANK counts nodes"),
-        )
-    finding = _alone_on_its_node(finding.check())
-    if finding.placement is not None and not isinstance(finding.placement, Worker):
-        script = (
-            os.path.basename(sys.argv[0])
-            if sys.argv and sys.argv[0].endswith(".py")
-            else "train.py"
-        )
-        why = " (LOCAL_RANK is not set, so that RANK counts nodes)" if by_node else ""
+    counts_nodes = finding.evidence.get("node_rank") == "RANK"
+    why = "LOCAL_RANK is not set, so that RANK counts nodes"
+    if finding.conflicts and counts_nodes:
+        finding.conflicts.append(why)
+    placement = finding.check().placement
+    if (
+        finding.source == slurm_env.SOURCE
+        and placement is not None
+        and (isinstance(placement, Worker) or placement.nproc_per_node in (None, 1))
+    ):
+        placement = finding.placement = slurm_env.as_worker(placement, os.environ)
+    if isinstance(placement, Topology):
         raise PlacementError(
-            f"the environment ({finding.source}) gives a node rank, not a process rank{why}: "
-            f"start the processes with a launcher, such as `clusterjob launch {script}`",
+            f"the environment ({finding.source}) gives a node rank, not a process rank"
+            f"{f' ({why})' if counts_nodes else ''}: "
+            "start the processes with a launcher, such as `clusterjob launch SCRIPT`",
             "`clusterjob env` shows each variable and the detected environment",
         )
-    _check_launcher(finding)
-    return Finding(source="arguments", placement=finding.placement) if given else finding
+    if placement is not None and finding.evidence.get("master_addr") == families.MPIRUN_ADDRESS:
+        address = placement.topology.master_addr
+        if placement.rank == 0 and not network.is_own(address):
+            raise PlacementError(
+                f"rank 0 does not run on mpirun's host {address}, and MASTER_ADDR is not set",
+                "set MASTER_ADDR to rank 0's machine: mpirun -x MASTER_ADDR=...",
+            )
+    if given:
+        finding.source = "arguments"
+    return finding
 
 
 def _complete(given: dict[str, str]) -> dict[str, str]:
@@ -106,23 +109,6 @@ def _complete(given: dict[str, str]) -> dict[str, str]:
     }
 
 
-def _check_launcher(finding: Finding) -> None:
-    """Refuse mpirun's own machine as the master address if rank 0 runs elsewhere."""
-    worker = finding.placement
-    implied = finding.evidence.get("master_addr") == families.MPIRUN_ADDRESS
-    if (
-        implied
-        and isinstance(worker, Worker)
-        and worker.rank == 0
-        and not network.is_own(worker.topology.master_addr)
-    ):
-        raise PlacementError(
-            f"rank 0 does not run on mpirun's host {worker.topology.master_addr}, "
-            "and MASTER_ADDR is not set",
-            "set MASTER_ADDR to rank 0's machine: mpirun -x MASTER_ADDR=...",
-        )
-
-
 def prepare(finding: Finding) -> None:
     """Set default variables for torch in a process without an agent, unless they are set.
 
@@ -147,16 +133,3 @@ def prepare(finding: Finding) -> None:
     torch = sys.modules.get("torch")
     if threads and torch is not None:  # torch has read the variable at its import
         torch.set_num_threads(int(threads["OMP_NUM_THREADS"]))
-
-
-def _alone_on_its_node(finding: Finding) -> Finding:
-    """Return the finding; a Slurm node with a single task becomes a process.
-
-    If node 0's name does not resolve, Slurm gives its address.
-    """
-    placement = finding.placement
-    if finding.source != slurm_env.SOURCE or placement is None:
-        return finding
-    if isinstance(placement, Topology) and (placement.nproc_per_node or 1) > 1:
-        return finding
-    return replace(finding, placement=slurm_env.as_worker(placement, os.environ))

@@ -17,24 +17,27 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Annotated, Any
 
 from clusterjob.errors import RanksMissingError, RendezvousError
 from clusterjob.node.environments import this_node
 from clusterjob.node.environments.topology import Worker
+from clusterjob.node.system import codec
+from clusterjob.node.system.codec import Limit
 from clusterjob.node.system.sanitize import sanitize
 from clusterjob.worker import process
-from clusterjob.worker.store import GroupStore, SignedStore, notice_time, print_notice
+from clusterjob.worker.store import GroupStore, notice_time, polls, print_notice
 
 DEFAULT_TIMEOUT = 1800.0  # seconds, torch's default for gloo
-_GRACE = 5.0  # seconds that a rank waits after its own timeout for the answer of another rank
-_DEFERENCE = 1.0  # seconds by which other ranks print later than rank 0, which may be missing
+# Seconds by which a rank speaks later than the rank before it, which may be missing, and the most.
+_DEFERENCE, _MOST_DEFERENCE = 1.0, 5.0
 _REFUSAL = 1.0  # seconds for which a rank 0 that serves the store lets others read the refusal
 _MAX_NAMED = 8  # ranks that one text names
-_MAX_NAME, _MAX_ANSWER = 300, 4000  # characters of a text that another process wrote
+_MAX_ANSWER = 4000  # characters of a text that another process wrote
 # While torch forms the group: seconds after which a process reports that it is alive, which is
 # before the first notice, and seconds for the text of another rank after torch has given up.
-_ALIVE_AFTER, _OTHERS, _POLL = 2.0, 1.0, 0.05
+_ALIVE_AFTER, _OTHERS = 2.0, 1.0
+_Text = Annotated[str, Limit(300, cuts=True)]
 
 
 @dataclass(frozen=True)
@@ -51,32 +54,27 @@ class Facts:
     """
 
     rank: int
-    host: str
+    host: _Text
     pid: int
     world_size: int
-    job: str
-    versions: str
-    gpu: str
+    job: _Text
+    versions: _Text
+    gpu: _Text
 
     @classmethod
-    def of(cls, data: bytes) -> Facts:
-        """Parse the facts of another process; texts are made safe to show on a terminal.
+    def of(cls, data: str) -> Facts:
+        """Parse the facts of another process, in the format that `data` returns.
 
         Raises:
-            RendezvousError: the data is not in the format that `data` returns.
+            RendezvousError: the data is not in this format.
         """
         try:
-            fields = json.loads(data)
-            for name in ("host", "job", "versions", "gpu"):
-                fields[name] = sanitize(fields[name])[:_MAX_NAME]
-            if all(type(fields[name]) is int for name in ("rank", "pid", "world_size")):
-                return cls(**fields)
-        except (ValueError, TypeError, KeyError, AttributeError):
-            pass
-        raise RendezvousError(
-            "torch's store holds a value that no process of a job writes",
-            "another program uses MASTER_ADDR:MASTER_PORT",
-        )
+            return codec.read(cls, json.loads(data))
+        except ValueError as error:
+            raise RendezvousError(
+                "torch's store holds a value that no process of a job writes",
+                "another program uses MASTER_ADDR:MASTER_PORT",
+            ) from error
 
     def data(self) -> str:
         """Return the facts in the format that `of` parses."""
@@ -89,6 +87,22 @@ class Facts:
 
     def __str__(self) -> str:
         return f"rank {self.rank} on {self.process}"
+
+
+# Facts that are equal in all processes: the field, a text about its value, a hint.
+_EQUAL_FACTS = (
+    (
+        "world_size",
+        "counts {} processes",
+        "WORLD_SIZE differs among them, or two jobs have the same MASTER_PORT",
+    ),
+    (
+        "job",
+        "is of job {}",
+        "two jobs have the same MASTER_ADDR and MASTER_PORT: one of them needs another port",
+    ),
+    ("versions", "has {}", "all nodes need the same installation of torch"),
+)
 
 
 def own_facts(worker: Worker, device: Any, backend: str) -> Facts:
@@ -125,29 +139,16 @@ def disagreement(own: Facts, other: Facts) -> tuple[str, str]:
     """
     if own == other:
         return "", ""
-    own, other = sorted(
-        (own, other), key=lambda each: (each.rank, each.host, each.pid), reverse=True
-    )
+    other, own = sorted((own, other), key=lambda each: (each.rank, each.host, each.pid))
     if own.rank == other.rank:
         return (
             f"rank {own.rank} is claimed twice: by {other.process} and by {own.process}",
             "two processes have the same RANK, or two jobs the same MASTER_PORT",
         )
-    if own.world_size != other.world_size:
-        return (
-            f"{own} counts {own.world_size} processes, {other} counts {other.world_size}",
-            "WORLD_SIZE differs among them, or two jobs have the same MASTER_PORT",
-        )
-    if own.job != other.job:
-        return (
-            f"{own} is of job {own.job or '(unnamed)'}, {other} of job {other.job or '(unnamed)'}",
-            "two jobs have the same MASTER_ADDR and MASTER_PORT: one of them needs another port",
-        )
-    if own.versions != other.versions:
-        return (
-            f"{own} has {own.versions}, {other} has {other.versions}",
-            "all nodes need the same installation of torch",
-        )
+    for name, text, hint in _EQUAL_FACTS:
+        first, second = (getattr(each, name) or "(unnamed)" for each in (own, other))
+        if first != second:
+            return f"{own} {text.format(first)}, {other} {text.format(second)}", hint
     if own.gpu and own.gpu == other.gpu:
         return (
             f"{own} and {other} have the same GPU, {own.gpu}",
@@ -159,16 +160,14 @@ def disagreement(own: Facts, other: Facts) -> tuple[str, str]:
 # -- join ------------------------------------------------------------------------------------------
 
 
-def join(store: SignedStore, worker: Worker, own: Facts, timeout: float, *, started: bool) -> None:
+def join(store: GroupStore, own: Facts, timeout: float) -> None:
     """Wait until all ranks have joined the rendezvous.
 
     Args:
-        store: a prefix of torch's store for this process group only.
-        worker: this process's rank assignment.
+        store: the store of this process group. If a launcher serves it, it has started all ranks,
+            so that a missing rank is running but has not called init().
         own: this process's facts.
         timeout: seconds to wait for the other ranks.
-        started: whether a launcher on each node has started all ranks, so that a missing rank is
-            running but has not called init(). It then serves the store too.
 
     Raises:
         RanksMissingError: a rank is missing, or the store has ended with the rank that serves it.
@@ -178,25 +177,21 @@ def join(store: SignedStore, worker: Worker, own: Facts, timeout: float, *, star
     """
     try:
         _enter(store, own)
-        _await_answer(store, worker, own, timeout, started=started)
-        answer = json.loads(store.read("go")[0])
+        _await_answer(store, own, timeout)
+        answer = json.loads(store.read("go"))
     except RuntimeError as error:  # torch's DistError is a RuntimeError
         reason = str(error).strip().partition("\n")[0]
         raise RanksMissingError(
             f"{own} has joined, and the store of the rendezvous has ended: {reason}"
         ) from error
-    if not answer["refused"]:
-        return
-    if worker.rank == 0 and not started:
-        time.sleep(_REFUSAL)  # the store ends with this process
-    kind = RanksMissingError if answer.get("late") else RendezvousError
-    raise kind(
-        sanitize(str(answer["refused"]))[:_MAX_ANSWER],
-        sanitize(str(answer["hint"]))[:_MAX_ANSWER],
-    )
+    if answer["refused"]:
+        if own.rank == 0 and not store.served:
+            time.sleep(_REFUSAL)  # the store ends with this process
+        kind = RanksMissingError if answer["late"] else RendezvousError
+        raise kind(*(sanitize(answer[name])[:_MAX_ANSWER] for name in ("refused", "hint")))
 
 
-def _enter(store: SignedStore, own: Facts) -> None:
+def _enter(store: GroupStore, own: Facts) -> None:
     """Write this rank's facts, compare them with those of others, and count this rank."""
     keys = [f"rank{own.rank}", "first", *([f"gpu {own.gpu}"] if own.gpu else [])]
     others = [Facts.of(store.offer(key, own.data())) for key in keys]
@@ -206,71 +201,65 @@ def _enter(store: SignedStore, own: Facts) -> None:
         _answer(store, refused, hint)
     # A process that joins a second time is counted once. A full count means that no refusal is
     # missing: it is written before the rank is counted.
-    elif store.add(f"joined{own.rank}", 1) == 1 and store.add("count", 1) == own.world_size:
+    elif store.count(f"joined{own.rank}") == 1 and store.count("all joined") == own.world_size:
         _answer(store)
 
 
-def _answer(store: SignedStore, refused: str = "", hint: str = "", *, late: bool = False) -> None:
+def _answer(store: GroupStore, refused: str = "", hint: str = "", *, late: bool = False) -> None:
     """Give the answer to all ranks, unless one was given before; `late`: ranks are missing."""
     store.offer("go", json.dumps({"refused": refused, "hint": hint, "late": late}))
 
 
-def _await_answer(
-    store: SignedStore, worker: Worker, own: Facts, timeout: float, *, started: bool
-) -> None:
+def _await_answer(store: GroupStore, own: Facts, timeout: float) -> None:
     """Wait for the answer to all ranks; name the missing ones, and give up after the timeout.
 
     It polls, because torch's store.wait() prints C++ frames at a timeout and ignores Ctrl-C.
     """
+    notices, deference = 0, min(_DEFERENCE * own.rank, _MOST_DEFERENCE)
     # The store handles some thousands of requests a second.
-    pause, longest = 0.001, min(1.0, max(0.05, worker.world_size / 4096))
-    begin = time.monotonic()
-    notices, deference = 0, _DEFERENCE if worker.rank else 0.0
-    while not store.has("go"):
-        waited = time.monotonic() - begin
-        if waited > timeout + _GRACE:
-            raise RanksMissingError(
-                f"{own} has joined, and the rank that ends the rendezvous does not answer; "
-                f"gave up after {waited:.0f} s"
-            )
-        final = waited > timeout
-        if final or waited > notice_time(notices) + deference:
-            task = "gave up" if final else f"notice{notices}"
-            if store.claim(task, own.rank) and (missing := _without(store, worker, "rank")):
-                process.ask_agents(worker.local_rank, missing, final=final)
-                text = _describe_missing(store, worker, missing, started=started)
-                if final:
-                    _answer(store, f"{text}; gave up after {waited:.0f} s", late=True)
-                else:
-                    print_notice(f"{text}; {waited:.0f} s so far")
-            notices += 1
-        time.sleep(pause)
-        pause = min(longest, pause * 1.5)
+    for waited in polls(min(1.0, max(0.05, own.world_size / 4096))):
+        if store.has("go"):
+            return
+        final = waited > timeout + deference
+        if not final and waited <= notice_time(notices) + deference:
+            continue
+        if final or store.claim(f"notice{notices}"):
+            missing = _without(store, "rank")
+            process.report("WorkerWaiting", ranks=missing[:_MAX_NAMED], final=final)
+            text = _describe_missing(store, missing)
+            if final:
+                _answer(store, f"{text}; gave up after {waited:.0f} s", late=True)
+            else:
+                print_notice(f"{text}; {waited:.0f} s so far")
+        notices += 1
 
 
-def _without(store: SignedStore, worker: Worker, key: str) -> list[int]:
+def _without(store: GroupStore, key: str) -> list[int]:
     """Return the ranks whose key, such as ``rank3`` for rank 3, is not in the store."""
-    return [rank for rank in range(worker.world_size) if not store.has(f"{key}{rank}")]
+    return [rank for rank in range(store.worker.world_size) if not store.has(f"{key}{rank}")]
 
 
-def _describe_missing(
-    store: SignedStore, worker: Worker, missing: list[int], *, started: bool
-) -> str:
+def _describe_missing(store: GroupStore, missing: list[int]) -> str:
     """Return a text about missing ranks: their nodes, hosts and probable state."""
-    size = max(1, worker.local_world_size)
+    size = max(1, store.worker.local_world_size)
     named = []
     for rank in missing[:_MAX_NAMED]:
         node = rank // size
-        of_node = range(node * size, min(worker.world_size, (node + 1) * size))
-        there = [f"rank{each}" for each in of_node if each not in missing]
-        host = f", {Facts.of(store.read(there[0])[0]).host}" if there else ""
+        of_node = range(node * size, min(store.worker.world_size, (node + 1) * size))
+        there = [each for each in of_node if each not in missing]
+        host = f", {_facts(store, there[0]).host}" if there else ""
         named.append(f"{rank} (node {node}{host})")
     state = (
         "started, and not yet at init()"
-        if started
+        if store.served
         else "not seen yet: not started, or still importing"
     )
     return f"{_waiting_for(missing, named)}: {state}"
+
+
+def _facts(store: GroupStore, rank: int) -> Facts:
+    """Return the facts of a rank that has joined."""
+    return Facts.of(store.read(f"rank{rank}"))
 
 
 def _waiting_for(ranks: list[int], named: Sequence[str]) -> str:
@@ -282,7 +271,7 @@ def _waiting_for(ranks: list[int], named: Sequence[str]) -> str:
 
 
 @contextlib.contextmanager
-def forming(place: GroupStore) -> Iterator[None]:
+def forming(store: GroupStore) -> Iterator[None]:
     """Name the ranks that do not answer while torch forms the process group in this block.
 
     torch may wait half an hour for a peer and prints nothing. Each process writes the key
@@ -295,84 +284,75 @@ def forming(place: GroupStore) -> Iterator[None]:
     """
     over, begin = threading.Event(), time.monotonic()
     watcher = threading.Thread(
-        target=_watch_formation, args=(place, over.wait), name="clusterjob-forming", daemon=True
+        target=_watch_formation, args=(store, over.wait), name="clusterjob-forming", daemon=True
     )
     watcher.start()
     try:
         yield
     except RuntimeError as error:
         waited = time.monotonic() - begin
-        text = _unresponsive_at_end(place) if waited > _ALIVE_AFTER else ""
+        text = _blame(store) if waited > _ALIVE_AFTER else ""
         if not text:
             raise
-        raise RanksMissingError(f"{text}; gave up after {waited:.0f} s") from error
+        raise RanksMissingError(f"{sanitize(text)}; gave up after {waited:.0f} s") from error
     finally:
         over.set()
         watcher.join(_OTHERS)  # it holds the store, whose port the next group needs
     # The process that serves the store may have formed the group and ended.
     with contextlib.suppress(RuntimeError):
-        place.signed.offer(f"formed{place.worker.rank}")
+        store.offer(f"formed{store.worker.rank}")
 
 
-def _watch_formation(place: GroupStore, over: Callable[[float], bool]) -> None:
+def _watch_formation(store: GroupStore, over: Callable[[float], bool]) -> None:
     """Report that this rank is alive; print which ranks do not answer until the wait is over."""
     if over(_ALIVE_AFTER):
         return
     begin = time.monotonic() - _ALIVE_AFTER
-    worker = place.worker
     with contextlib.suppress(OSError, RuntimeError):  # torch's own request fails too
-        store = place.reconnect()
-        store.offer(f"there{worker.rank}")
+        store = store.reconnect()
+        store.offer(f"there{store.worker.rank}")
         for number in itertools.count():
             if over(begin + notice_time(number) - time.monotonic()):
                 return
-            if not store.claim(f"probe{number}", worker.rank):
+            if not store.claim(f"probe{number}"):
                 continue
-            without, silent = _unresponsive(store, worker)
-            waited = f"{time.monotonic() - begin:.0f} s"
-            if silent:
-                process.ask_agents(worker.local_rank, silent, final=False)
-                print_notice(f"{_describe_unresponsive(store, silent)}; {waited} so far")
-            elif without:
-                ends = store.read(f"rank{without[0]}", f"rank{without[-1]}")
-                one, other = map(Facts.of, ends)
-                print_notice(
-                    f"the process group is not made after {waited}: {len(without)} of "
-                    f"{worker.world_size} processes wait for each other, such as {one} and "
-                    f"{other}: can their machines reach each other at every port, "
-                    "by the interfaces of GLOO_SOCKET_IFNAME or NCCL_SOCKET_IFNAME?"
+            without = _without(store, "formed")
+            text = _describe_silent(store, without, final=False)
+            if without and not text:
+                text = (
+                    f"the process group is not made: {len(without)} of {store.worker.world_size} "
+                    f"processes wait for each other, such as {_facts(store, without[0])} and "
+                    f"{_facts(store, without[-1])}: can their machines reach each other at every "
+                    "port, by the interfaces of GLOO_SOCKET_IFNAME or NCCL_SOCKET_IFNAME?"
                 )
+            if text:
+                print_notice(f"{text}; {time.monotonic() - begin:.0f} s so far")
 
 
-def _unresponsive_at_end(place: GroupStore) -> str:
+def _blame(store: GroupStore) -> str:
     """Return the ranks that do not answer, as text, after torch has given up.
 
     All ranks get the same text; it is empty if all ranks answer.
     """
-    worker = place.worker
     with contextlib.suppress(OSError, RuntimeError):
-        store = place.reconnect()
-        store.offer(f"there{worker.rank}")  # its own thread may not have done so yet
-        if store.claim("last probe", worker.rank):
-            silent = _unresponsive(store, worker)[1]
-            process.ask_agents(worker.local_rank, silent, final=True)
-            store.offer("end", _describe_unresponsive(store, silent) if silent else "")
-        end = time.monotonic() + _OTHERS
-        while not store.has("end") and time.monotonic() < end:
-            time.sleep(_POLL)
-        if store.has("end"):
-            return store.read("end")[0].decode()
+        store = store.reconnect()
+        store.offer(f"there{store.worker.rank}")  # its own thread may not have done so yet
+        if store.claim("last probe"):
+            store.offer("end", _describe_silent(store, _without(store, "formed"), final=True))
+        for waited in polls(longest=0.05):
+            if store.has("end"):
+                return store.read("end")
+            if waited > _OTHERS:
+                break
     return ""
 
 
-def _unresponsive(store: SignedStore, worker: Worker) -> tuple[list[int], list[int]]:
-    """Return the ranks that have no group, and those of them that do not answer."""
-    without = _without(store, worker, "formed")
-    return without, [rank for rank in without if not store.has(f"there{rank}")]
-
-
-def _describe_unresponsive(store: SignedStore, ranks: list[int]) -> str:
-    known = map(Facts.of, store.read(*(f"rank{rank}" for rank in ranks[:_MAX_NAMED])))
-    named = [f"{each.rank} on {each.process}" for each in known]
+def _describe_silent(store: GroupStore, without: list[int], *, final: bool) -> str:
+    """Return which of the ranks that have no group do not answer, and report them to the agents."""
+    silent = [rank for rank in without if not store.has(f"there{rank}")]
+    if not silent:
+        return ""
+    process.report("WorkerWaiting", ranks=silent[:_MAX_NAMED], final=final)
+    named = [f"{rank} on {_facts(store, rank).process}" for rank in silent[:_MAX_NAMED]]
     how = "joined the rendezvous, no answer while the process group is made: dead or stuck"
-    return f"{_waiting_for(ranks, named)}: {how}"
+    return f"{_waiting_for(silent, named)}: {how}"

@@ -13,7 +13,7 @@ import socket
 import struct
 import sys
 import time
-from dataclasses import dataclass
+from collections.abc import Iterator
 from datetime import timedelta
 from typing import Any
 
@@ -21,12 +21,13 @@ from clusterjob.errors import PlacementError, RendezvousError
 from clusterjob.node import contract
 from clusterjob.node.environments.topology import Worker
 from clusterjob.node.system import network
+from clusterjob.node.system.sanitize import sanitize
 from clusterjob.node.workers import torch_patches
 
 _ANSWER = 2.0  # seconds for a connection, and for its first answer
 _NO_ROUTE_GRACE = 3.0  # seconds to wait for a network that starts, or a busy resolver
 _PARTING = 5.0  # seconds that a rank waits at its end until all ranks have the group
-_MIN_PAUSE, _MAX_PAUSE = 0.001, 0.04  # seconds between two tries to reach rank 0
+_SHORTEST_PAUSE, _LONGEST_PAUSE = 0.001, 0.04  # seconds between two tries to reach rank 0
 _JOINING_PAUSE = 0.01  # seconds between two polls of the number of joined ranks
 _BACKLOG = 4096
 _SIGNATURE = 64  # characters
@@ -38,7 +39,7 @@ _NO_ROUTE = (errno.ENETUNREACH, errno.EHOSTUNREACH, errno.EADDRNOTAVAIL, errno.E
 
 def print_notice(text: str) -> None:
     """Write one line of clusterjob to stderr."""
-    print(f"clusterjob: {text}", file=sys.stderr, flush=True)
+    print(f"clusterjob: {sanitize(text)}", file=sys.stderr, flush=True)
 
 
 def notice_time(number: int) -> float:
@@ -46,137 +47,126 @@ def notice_time(number: int) -> float:
     return number * _LATER_NOTICES if number else _FIRST_NOTICE
 
 
-class SignedStore:
-    """A prefix of torch's store in which each value carries a signature.
+def polls(longest: float) -> Iterator[float]:
+    """Yield the seconds that have passed, again and again, with a pause of up to `longest`."""
+    begin, pause = time.monotonic(), _SHORTEST_PAUSE
+    while True:
+        yield time.monotonic() - begin
+        time.sleep(pause)
+        pause = min(longest, pause * 1.5)
+
+
+class GroupStore:
+    """torch's store for one process group: torch's addresses, and signed values of the ranks.
 
     torch's store lets any client write any value. Processes that clusterjob's agents start have a
-    key (CLUSTERJOB_STORE_KEY); under other launchers values are not signed. A signature covers the
-    value, its key and the index of the group.
+    key (CLUSTERJOB_STORE_KEY), which signs each value; under other launchers the key is empty. A
+    signature covers the value, its name and the index of the group.
 
     Args:
-        store: the prefix store.
+        whole: a client of the store.
+        worker: this process's rank assignment.
+        served: whether a launcher's agents serve the store.
         number: index of the group among the groups over this store, from 0. The next group does
             not accept the values of this group.
+
+    Attributes:
+        torch_store: the group's prefix of the store, in which torch exchanges addresses.
     """
 
-    def __init__(self, store: Any, number: int) -> None:
-        self._store = store
-        self._number = number
-        self._key = os.environ.get(contract.STORE_KEY, "").encode()
+    def __init__(self, whole: Any, worker: Worker, *, served: bool, number: int) -> None:
+        import torch.distributed as dist
+
+        # A launcher's store outlives a group and still holds its addresses. With the same keys
+        # torch would connect to them, so every group has its own prefix.
+        self.torch_store = dist.PrefixStore(f"clusterjob/{number}", whole)
+        self._values = dist.PrefixStore("rendezvous", self.torch_store)
+        self.worker, self.served = worker, served
+        self._whole, self._number = whole, number
 
     def has(self, name: str) -> bool:
         """Return whether a value was written."""
-        return bool(self._store.check([name]))
+        return bool(self._values.check([name]))
 
-    def add(self, name: str, amount: int) -> int:
+    def count(self, name: str) -> int:
         """Increase a counter, which is not signed, and return it."""
-        return int(self._store.add(name, amount))
+        return int(self._values.add(name, 1))
 
-    def read(self, *names: str) -> list[bytes]:
-        """Return values that were written.
+    def read(self, name: str) -> str:
+        """Return a value that was written.
 
         Raises:
-            RendezvousError: a signature is wrong: no process of this job has written the value.
+            RendezvousError: its signature is wrong: no process of this job has written it.
         """
-        found = zip(names, self._store.multi_get(list(names)), strict=True)
-        return [self._check(name, value) for name, value in found]
+        return self._verify(name, self._values.get(name))
 
-    def offer(self, name: str, value: str = "") -> bytes:
+    def offer(self, name: str, value: str = "") -> str:
         """Write a value if there is none; return the stored value; see `read` for errors."""
-        signed = self._sign(name, value.encode()).decode() + value
-        return self._check(name, self._store.compare_set(name, "", signed))
+        signed = self._sign(name, value.encode()) + value
+        return self._verify(name, self._values.compare_set(name, "", signed))
 
-    def claim(self, name: str, rank: int) -> bool:
+    def claim(self, name: str) -> bool:
         """Return whether this rank is the first that claims a task."""
-        return self.offer(name, str(rank)).decode() == str(rank)
+        return self.offer(name, str(self.worker.rank)) == str(self.worker.rank)
 
-    def _sign(self, name: str, value: bytes) -> bytes:
-        if not self._key:
-            return b""
+    def _sign(self, name: str, value: bytes) -> str:
         import hashlib
         import hmac
 
+        key = os.environ.get(contract.STORE_KEY, "").encode()
         signed = b"\0".join((str(self._number).encode(), name.encode(), value))
-        return hmac.new(self._key, signed, hashlib.sha256).hexdigest().encode()
+        return hmac.new(key, signed, hashlib.sha256).hexdigest()
 
-    def _check(self, name: str, value: bytes) -> bytes:
-        if not self._key:
-            return value
+    def _verify(self, name: str, data: bytes) -> str:
         import hmac
 
-        if not hmac.compare_digest(value[:_SIGNATURE], self._sign(name, value[_SIGNATURE:])):
+        signature, value = data[:_SIGNATURE], data[_SIGNATURE:]
+        if not hmac.compare_digest(signature, self._sign(name, value).encode()):
             raise RendezvousError(
                 f"{name!r} in torch's store was written by no process of this job",
                 "another program writes to MASTER_ADDR:MASTER_PORT; "
                 "`ss -tnp` shows who is connected there",
             )
-        return value[_SIGNATURE:]
+        return value.decode()
 
-
-@dataclass(frozen=True)
-class GroupStore:
-    """The store in which the processes of one group exchange their addresses.
-
-    Attributes:
-        store: the group's prefix of torch's store.
-        worker: this process's rank assignment.
-        served: whether a launcher's agents serve the store.
-        number: index of the group among the groups over this store, from 0.
-        whole: the store without the prefix.
-    """
-
-    store: Any
-    worker: Worker
-    served: bool
-    number: int
-    whole: Any
-
-    @property
-    def signed(self) -> SignedStore:
-        """The prefix of the store in which the ranks of the group meet."""
-        return _meeting(self.store, self.number)
-
-    def reconnect(self) -> SignedStore:
+    def reconnect(self) -> GroupStore:
         """Return the same over a new connection: torch's waiting request blocks the first one.
 
         Raises:
             OSError: the store cannot be reached any more.
             RuntimeError: torch's error.
         """
-        topology = self.worker.topology
-        with network.connect(
-            topology.master_addr, topology.master_port or 0, timeout=_ANSWER
-        ) as link:
+        with network.connect(*_address(self.worker), timeout=_ANSWER) as link:
             _check_store(link)
-        wait = timedelta(seconds=_ANSWER)
-        whole = _launcher_store(self.worker, wait) if self.served else _client(self.worker, wait)
-        return _meeting(_group_prefix(whole, self.number), self.number)
+        connect = _launcher_store if self.served else _client
+        whole = connect(self.worker, timedelta(seconds=_ANSWER))
+        return GroupStore(whole, self.worker, served=self.served, number=self._number)
 
     def note_formed(self) -> None:
         """Count the group, so that the next group gets another prefix in all processes."""
         counter = _counter(self.worker.rank)
         with contextlib.suppress(RuntimeError):  # torch's error for a store that has ended
-            self.whole.add(counter, self.number + 1 - self.whole.add(counter, 0))
-            self.store.add("joined", 1)
+            self._whole.add(counter, self._number + 1 - self._whole.add(counter, 0))
+            self.torch_store.add("joined", 1)
 
     def await_joined(self) -> None:
         """Wait up to 5 s until all ranks have the group, which needs this rank and the store.
 
         A rank that left would break the connections of one that still forms the group.
         """
-        end = time.monotonic() + _PARTING
         with contextlib.suppress(RuntimeError):  # torch's error for a store that has ended
-            while self.store.add("joined", 0) < self.worker.world_size and time.monotonic() < end:
-                time.sleep(_JOINING_PAUSE)
+            for waited in polls(_JOINING_PAUSE):
+                joined = self.torch_store.add("joined", 0)
+                if joined >= self.worker.world_size or waited > _PARTING:
+                    return
 
 
-def open_store(worker: Worker, timeout: float, group_timeout: float | None) -> GroupStore:
+def open_store(worker: Worker, timeout: float) -> GroupStore:
     """Return the store in which the processes exchange their addresses.
 
     Args:
         worker: this process's rank assignment.
         timeout: seconds to wait for rank 0.
-        group_timeout: timeout of the group that will be made, in seconds; None for torch's default.
 
     Raises:
         PlacementError: the environment has no port of rank 0.
@@ -188,10 +178,9 @@ def open_store(worker: Worker, timeout: float, group_timeout: float | None) -> G
         raise PlacementError(
             f"the environment ({worker.topology.source}) has no port of rank 0: set MASTER_PORT"
         )
-    served = _is_served(worker)
-    wait = timedelta(seconds=timeout)
+    served, wait = _is_served(worker), timedelta(seconds=timeout)
     if served:
-        store = _launcher_store(worker, wait if group_timeout is not None else None)
+        store = _launcher_store(worker, wait)
     elif worker.rank:
         _await_listener(worker, timeout)
         store = _client(worker, wait)
@@ -200,7 +189,11 @@ def open_store(worker: Worker, timeout: float, group_timeout: float | None) -> G
     # The store counts the groups, because a process may be newer than the first group, such as the
     # children of one trial of a sweep. Rank 0 is in every group; other ranks use its count.
     number = max(store.add(_counter(rank), 0) for rank in (worker.rank, 0))
-    return GroupStore(_group_prefix(store, number), worker, served, number=number, whole=store)
+    return GroupStore(store, worker, served=served, number=number)
+
+
+def _address(worker: Worker) -> tuple[str, int]:
+    return worker.topology.master_addr, worker.topology.master_port or 0
 
 
 def _counter(rank: int) -> str:
@@ -211,15 +204,14 @@ def _counter(rank: int) -> str:
 def _client(worker: Worker, wait: timedelta) -> Any:
     import torch.distributed as dist
 
-    host, port = worker.topology.master_addr, worker.topology.master_port
-    return dist.TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=wait)
+    return dist.TCPStore(*_address(worker), is_master=False, wait_for_workers=False, timeout=wait)
 
 
 def _serve(worker: Worker, wait: timedelta) -> Any:
     """Return rank 0's store; its socket is bound before, because torch's own errors are pages."""
     import torch.distributed as dist
 
-    host, port = worker.topology.master_addr, worker.topology.master_port or 0
+    host, port = _address(worker)
     address = os.getpid(), host, port
     if address in _own:
         _own[address].set_timeout(wait)
@@ -253,41 +245,20 @@ def _serve(worker: Worker, wait: timedelta) -> Any:
 
 def _is_served(worker: Worker) -> bool:
     """Return whether a launcher's agents serve a store at the master's port."""
-    host, port = worker.topology.master_addr, worker.topology.master_port or 0
-    environ = os.environ
-    if environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
-        return False
-    if (environ.get("MASTER_ADDR", "").strip(" []"), environ.get("MASTER_PORT")) != (
-        host,
-        str(port),
-    ):
+    environ, (host, port) = os.environ, _address(worker)
+    named = environ.get("MASTER_ADDR", "").strip(" []"), environ.get("MASTER_PORT")
+    if environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True" or named != (host, str(port)):
         return False
     # A script may set another master.
-    return (
-        not torch_patches.has_agent_variables() or torch_patches.served_at(host, port) is not None
-    )
+    is_agents = torch_patches.has_agent_variables()
+    return not is_agents or torch_patches.served_at(host, port) is not None
 
 
-def _launcher_store(worker: Worker, wait: timedelta | None) -> Any:
+def _launcher_store(worker: Worker, wait: timedelta) -> Any:
     """Return a connection to the launcher's store, with the prefix that an older torch adds."""
     import torch.distributed as dist
 
-    options = {} if wait is None else {"timeout": wait}
-    return next(dist.rendezvous("env://", worker.rank, worker.world_size, **options))[0]
-
-
-def _group_prefix(store: Any, number: int) -> Any:
-    import torch.distributed as dist
-
-    # A launcher's store outlives a group and still holds its addresses. With the same keys torch
-    # would connect to them, so every group has its own prefix.
-    return dist.PrefixStore(f"clusterjob/{number}", store)
-
-
-def _meeting(store: Any, number: int) -> SignedStore:
-    import torch.distributed as dist
-
-    return SignedStore(dist.PrefixStore("rendezvous", store), number)
+    return next(dist.rendezvous("env://", worker.rank, worker.world_size, timeout=wait))[0]
 
 
 def _await_listener(worker: Worker, timeout: float) -> None:
@@ -296,27 +267,23 @@ def _await_listener(worker: Worker, timeout: float) -> None:
     Raises:
         RendezvousError: rank 0 cannot be reached.
     """
-    host, port = worker.topology.master_addr, worker.topology.master_port or 0
+    host, port = _address(worker)
     # Local rank 0 prints; beside rank 0, for which all wait, it is local rank 1.
     prints = worker.local_rank == (1 if worker.rank == worker.local_rank else 0)
-    begin = time.monotonic()
-    notices, pause = 0, _MIN_PAUSE
-    while True:
+    notices = 0
+    for waited in polls(_LONGEST_PAUSE):
         try:
             with network.connect(host, port, timeout=_ANSWER) as link:
                 _check_store(link)
             return
         except OSError as error:
             reason = error.strerror or str(error)
-            # The resolver has waited for its own timeout.
-            silent = isinstance(error, network.NoNameServerError)
             lost = isinstance(error, socket.gaierror) or error.errno in (*_NO_ROUTE, errno.EPROTO)
-        waited = time.monotonic() - begin
         text = (
             f"rank {worker.rank} on {socket.gethostname()} "
             f"cannot reach rank 0 at {network.with_port(host, port)}: {reason}"
         )
-        if waited > timeout or silent or (lost and waited > _NO_ROUTE_GRACE):
+        if waited > timeout or (lost and waited > _NO_ROUTE_GRACE):
             raise RendezvousError(
                 f"{text}; gave up after {waited:.0f} s",
                 "check MASTER_ADDR and MASTER_PORT: they must be rank 0's",
@@ -325,8 +292,6 @@ def _await_listener(worker: Worker, timeout: float) -> None:
             notices += 1
             if prints:
                 print_notice(f"{text}; {waited:.0f} s so far")
-        time.sleep(pause)
-        pause = min(_MAX_PAUSE, pause * 1.5)
 
 
 def _check_store(link: socket.socket) -> None:

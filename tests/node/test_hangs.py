@@ -187,7 +187,7 @@ def test_heartbeats_keep_a_silent_job_alive(make_job: MakeJob, launcher: str) ->
     assert time.monotonic() - begin > 8
     message = job.result["failure"]["message"]
     assert message.startswith("no progress for 3s: ")
-    assert ("last step 7" in message) == (launcher == "agent")
+    assert "last step 7" in message
 
 
 # A model is freed after its group, without clusterjob's hook, which prevents the deadlock.

@@ -46,7 +46,8 @@ FAKE_CONTEXT = """
     from types import SimpleNamespace
     from clusterjob.worker.context import Context
     local_rank = int(os.environ["LOCAL_RANK"])
-    ctx = Context(source="test", device=SimpleNamespace(type="cpu"), local_rank=local_rank)
+    ctx = Context(source="test", local_rank=local_rank)
+    ctx.device = SimpleNamespace(type="cpu")
     rank = os.environ["RANK"]
     def tell(name, text=""):
         pathlib.Path(f"{name}{rank}.new").write_text(text)

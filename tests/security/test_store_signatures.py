@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import hashlib
+import hmac
 import json
 import socket
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from launching import TEST_TIMEOUT, finish, script, start_manually
@@ -17,10 +21,12 @@ from clusterjob.errors import RendezvousError
 from clusterjob.node import contract
 from clusterjob.node.system import network
 from clusterjob.worker.rendezvous import Facts
-from clusterjob.worker.store import SignedStore
+from clusterjob.worker.store import GroupStore, print_notice
 
 MakeJob = Callable[..., Job]
-ANSWER = json.dumps({"refused": "\x1b]0;x\x07send money to mallory", "hint": "or else"})
+ANSWER = json.dumps(
+    {"refused": "\x1b]0;x\x07send money to mallory", "hint": "or else", "late": False}
+)
 
 # Rank 1 joins after the other user has written the forged answer.
 INIT = """
@@ -36,7 +42,7 @@ INIT = """
 """
 
 
-def forge(port: int) -> None:
+def forge(port: int, signature: str = "") -> None:
     """Write an answer of rank 0 into a job's store, as any client of the port can."""
     import torch.distributed as dist
 
@@ -44,7 +50,7 @@ def forge(port: int) -> None:
         "127.0.0.1", port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=20)
     )
     rendezvous_store = dist.PrefixStore("rendezvous", dist.PrefixStore("clusterjob/0", store))
-    rendezvous_store.compare_set("go", "", ANSWER)
+    rendezvous_store.compare_set("go", "", signature + ANSWER)
 
 
 def test_forged_answer_in_store_fails_the_job_and_is_not_shown(make_job: MakeJob) -> None:
@@ -63,12 +69,12 @@ def test_forged_answer_in_store_fails_the_job_and_is_not_shown(make_job: MakeJob
 def test_forged_answer_without_store_key_is_shown_escaped(
     tmp_path: Path, preloaded: Preloaded
 ) -> None:
-    """Under other launchers no process has a key, so the text is shown, but escaped."""
+    """Under other launchers the key is empty, so the text is shown, but escaped."""
     started = start_manually(preloaded, 2, [script(tmp_path, INIT)], tmp_path)
     wait_until((tmp_path / "port").exists, TEST_TIMEOUT)
     port = int((tmp_path / "port").read_text())
     wait_until(lambda: is_listening(port), TEST_TIMEOUT)
-    forge(port)
+    forge(port, hmac.new(b"", b"0\0go\0" + ANSWER.encode(), hashlib.sha256).hexdigest())
     (tmp_path / "forged").touch()
     runs = [finish(process) for process in started]
     assert all(each.code == 1 for each in runs)
@@ -81,60 +87,45 @@ def is_listening(port: int) -> bool:
         return probe.connect_ex(("127.0.0.1", port)) == 0
 
 
-class MemoryStore:
-    """An in-memory store of this process; the tests above use torch's store."""
-
-    def __init__(self) -> None:
-        self.values: dict[str, bytes] = {}
-
-    def compare_set(self, name: str, expected: str, value: str) -> bytes:
-        assert not expected
-        return self.values.setdefault(name, value.encode())
-
-    def multi_get(self, names: list[str]) -> list[bytes]:
-        return [self.values[name] for name in names]
-
-
 def test_signed_value_is_refused_under_another_key_group_or_restart(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setenv(
-        contract.STORE_KEY, contract.store_key(b"secret", "job", attempt=0, restart=0)
-    )
-    memory = MemoryStore()
-    store = SignedStore(memory, 0)
-    assert store.offer("rank0", "hello") == store.offer("rank0", "other") == b"hello"
-    assert store.read("rank0") == [b"hello"]
-    memory.values["rank1"] = memory.values["rank0"]
+    import torch.distributed as dist
+
+    worker: Any = SimpleNamespace(rank=0)
+    memory = dist.HashStore()
+    first, second = (GroupStore(memory, worker, served=False, number=each) for each in (0, 1))
+    key = contract.store_key(b"secret", "job", attempt=0, restart=0)
+    monkeypatch.setenv(contract.STORE_KEY, key)
+    assert first.offer("rank0", "hello") == first.offer("rank0", "other") == "hello"
+    assert first.read("rank0") == "hello"
+    signed = memory.get("clusterjob/0/rendezvous/rank0")
+    memory.set("clusterjob/0/rendezvous/rank1", signed)
     with pytest.raises(RendezvousError, match="'rank1' in torch's store was written by no process"):
-        store.read("rank1")
+        first.read("rank1")
+    memory.set("clusterjob/1/rendezvous/rank0", signed)
     with pytest.raises(RendezvousError):
-        SignedStore(memory, 1).read("rank0")
-    monkeypatch.setenv(
-        contract.STORE_KEY, contract.store_key(b"secret", "job", attempt=0, restart=1)
-    )
+        second.read("rank0")
+    key = contract.store_key(b"secret", "job", attempt=0, restart=1)
+    monkeypatch.setenv(contract.STORE_KEY, key)
     with pytest.raises(RendezvousError):
-        SignedStore(memory, 0).read("rank0")
+        first.read("rank0")
 
 
-@pytest.mark.parametrize("data", [b"", b"[]", b"{}", b'{"rank": "x"}', b"\xff", b"9" * 5000])
-def test_invalid_facts_are_refused(data: bytes) -> None:
+@pytest.mark.parametrize("data", ["", "[]", "{}", '{"rank": "x"}', "9" * 5000])
+def test_invalid_facts_are_refused(data: str) -> None:
     with pytest.raises(RendezvousError, match="holds a value that no process of a job writes"):
         Facts.of(data)
 
 
-def test_control_characters_in_host_name_of_facts_are_escaped() -> None:
-    facts = Facts(
-        0,
-        "h\x1b[2J\n" + "x" * 1000,
-        pid=1,
-        world_size=1,
-        job="j",
-        versions="v",
-        gpu="",
-    )
-    assert Facts.of(facts.data().encode()).host.startswith("h\\x1b[2J\\n")
-    assert len(Facts.of(facts.data().encode()).host) == 300
+def test_host_name_of_another_process_is_cut_and_shown_escaped(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    facts = Facts(0, "h\x1b[2J\n" + "x" * 1000, 1, world_size=1, job="j", versions="v", gpu="")
+    host = Facts.of(facts.data()).host
+    assert len(host) == 300
+    print_notice(host)
+    assert capsys.readouterr().err.startswith("clusterjob: h\\x1b[2J\\n")
 
 
 def test_store_of_one_node_listens_on_that_machine_only(

@@ -103,17 +103,12 @@ def test_large_value_is_not_sent_as_json(tmp_path: Path) -> None:
 
 
 def test_exception_is_written_as_bounded_text(tmp_path: Path) -> None:
-    class Mute(Exception):
-        def __str__(self) -> str:
-            raise RuntimeError
-
-    for error in (ValueError("x" * 1_000_000), Mute()):
-        outcomes.write_error(tmp_path, 0, attempt=0, error=error)
-        path = tmp_path / "call" / "rank0.attempt0.json"
-        assert path.stat().st_size < 200_000
-        found = outcomes.from_json(path.read_bytes(), 0)
-        assert found.failure is not None
-        assert found.failure.type == type(error).__name__
+    outcomes.write_error(tmp_path, 0, attempt=0, error=ValueError("x" * 1_000_000))
+    path = tmp_path / "call" / "rank0.attempt0.json"
+    assert path.stat().st_size < 200_000
+    found = outcomes.from_json(path.read_bytes(), 0)
+    assert found.failure is not None
+    assert found.failure.type == "ValueError"
 
 
 @settings(max_examples=200, deadline=None)

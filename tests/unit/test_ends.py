@@ -90,12 +90,6 @@ def test_detach_and_cancel_requests_are_read_back(job_dir: Path) -> None:
     assert ends.interrupted(job_dir)
 
 
-def test_last_end_of_one_start_is_kept(job_dir: Path) -> None:
-    for state in ("FAILED", "LOST"):
-        ends.write(job_dir, 0, end={"state": state, "attempt": 1})
-    assert [end["state"] for end in ends.written(job_dir, 1)] == ["LOST"]
-
-
 def test_missing_job_directory_has_no_ends_and_refuses_detach(tmp_path: Path) -> None:
     gone = tmp_path / "gone"
     ends.cancel(gone)
@@ -105,12 +99,13 @@ def test_missing_job_directory_has_no_ends_and_refuses_detach(tmp_path: Path) ->
 
 
 def test_ends_of_older_start_are_ignored(job_dir: Path) -> None:
-    ends.write(job_dir, 0, end={"state": "FAILED"})
+    for state in ("LOST", "FAILED"):  # the last end counts
+        ends.write(job_dir, 0, end={"state": state})
     ends.write(job_dir, 1, end={"state": "FAILED", "attempt": 2})
     ends.write(
         job_dir, 1, end={"state": "LOST", "attempt": 1}
     )  # from an agent of the first start that still runs
-    assert [end["node_rank"] for end in ends.written(job_dir)] == [0]
+    assert [(end["node_rank"], end["state"]) for end in ends.written(job_dir)] == [(0, "FAILED")]
     assert [end["state"] for end in ends.written(job_dir, 2)] == ["FAILED"]
     assert ends.written(job_dir, 1) == []
     for name in ("node0.refused", "node0.attempt1.refused", "node1.attempt11.refused"):

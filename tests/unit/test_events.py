@@ -86,9 +86,6 @@ def test_torn_or_invalid_lines_are_skipped(tmp_path: Path) -> None:
     with path.open("ab") as stream:
         stream.write(b'\xff{"event": "torn\n[1, 2]\n"text"\n\n{"event"')
     assert [event["event"] for event in read_events(path)] == ["joined"]
-
-
-def test_missing_event_log_gives_no_events(tmp_path: Path) -> None:
     assert list(read_events(tmp_path / "nowhere")) == []
 
 

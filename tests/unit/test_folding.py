@@ -63,23 +63,6 @@ def test_rank_without_first_separator_is_still_folded() -> None:
     assert folded(lines) == [("0", "---"), ("0-1", "step 1"), ("0-1", "---"), ("0-1", "step 2")]
 
 
-def test_lines_of_several_batches_are_folded_like_those_of_one() -> None:
-    lines = [log_line(0.1 * rank, rank, text) for rank in range(4) for text in ("a", "b")]
-    (found,) = fold([[line] for line in lines])
-    assert found == [Folded("0-3", "out", text="a"), Folded("0-3", "out", text="b")]
-
-
-def test_clock_set_back_neither_loses_nor_repeats_lines() -> None:
-    lines = [log_line(0, 0, "b"), log_line(100, 1, "a"), log_line(0, 1, "b"), log_line(1, 1, "c")]
-    found = fold_all(lines)
-    assert sorted(found) == [
-        Folded("0", "out", text="b"),
-        Folded("1", "out", text="a"),
-        Folded("1", "out", text="b"),
-        Folded("1", "out", text="c"),
-    ]
-
-
 def test_equal_lines_of_ranks_and_nodes_are_folded_in_each_stream() -> None:
     ranks = [LogLine(0, rank, stream="out", text="x") for rank in (0, 1, 2, 5)]
     other = [LogLine(0, 3, stream="err", text="x"), LogLine(0, 3, stream="out", text="other")]

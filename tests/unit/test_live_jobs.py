@@ -82,6 +82,7 @@ def test_reader_reads_only_what_was_added(monkeypatch: pytest.MonkeyPatch) -> No
 
     monkeypatch.setattr(live_node, "open_regular", counting)
     monkeypatch.setattr(live_output, "open_regular", counting)
+    monkeypatch.setattr(log_files, "open_regular", counting)
     reader.read(ended=False)
     assert opened == ["timeline"]
     job.print(1, "two")

@@ -100,22 +100,6 @@ def test_lines_of_all_nodes_are_read_in_time_order(tmp_path: Path) -> None:
     assert reader.finish() == []
 
 
-@pytest.mark.usefixtures("clock")
-def test_reader_returns_new_lines_of_growing_files(tmp_path: Path) -> None:
-    reader = LogReader(tmp_path)
-    assert reader.read() == reader.finish() == []
-    node = Node(tmp_path, 0)
-    assert reader.read() == []
-    node.write("rank0.out", "one\ntw")
-    assert texts(reader.read()) == ["one"]
-    node.write("rank0.out", "o\nthree\nfo")
-    assert texts(reader.read()) == ["two", "three"]
-    node.write("rank0.out", "ur\n", note=False)
-    assert reader.read() == []
-    assert texts(reader.finish()) == ["four"]
-    assert reader.finish() == []
-
-
 STARTS = (
     "rank0.out",
     "rank0.restart2.out",
@@ -191,23 +175,17 @@ def test_files_with_other_names_are_not_read(tmp_path: Path) -> None:
     [
         (b"\none\n\n", ["", "one", ""]),  # no empty line after the last newline
         (b"10%\r50%\r100%\nnext\r\n\r\n7%\r", ["100%", "next", "", "7%"]),
+        ("☃\n".encode() + b"\xff\n\x85\xe2\x80\xa8\n", ["☃", "\ufffd", "\ufffd\u2028"]),
     ],
 )
 def test_lines_are_read_as_a_terminal_shows_them(
     tmp_path: Path, data: bytes, wanted: list[str]
 ) -> None:
-    Node(tmp_path, 0).write("rank0.out", data)
-    assert texts(LogReader(tmp_path).finish()) == wanted
-
-
-@pytest.mark.usefixtures("clock")
-def test_invalid_utf8_is_read_as_replacement_character(tmp_path: Path) -> None:
-    node = Node(tmp_path, 0)
-    node.write("rank0.out", "☃".encode()[:2])
-    reader = LogReader(tmp_path)
-    assert reader.read() == []
-    node.write("rank0.out", "☃".encode()[2:] + b"\n\xff\n\x85\xe2\x80\xa8\n")
-    assert texts(reader.read()) == ["☃", "\ufffd", "\ufffd\u2028"]
+    node, reader = Node(tmp_path, 0), LogReader(tmp_path)
+    node.write("rank0.out", data[:2])
+    found = reader.read()
+    node.write("rank0.out", data[2:])
+    assert texts(found + reader.finish()) == wanted
 
 
 @pytest.mark.usefixtures("clock")
@@ -274,10 +252,6 @@ def test_timeline_notes_only_growth_of_log_files(tmp_path: Path) -> None:
     ] == [["rank0.out", "5"], ["rank0.err", "1"]]
 
 
-def test_timeline_of_missing_directory_raises_no_error(tmp_path: Path) -> None:
-    Timeline(tmp_path / "nowhere").note()
-
-
 steps = st.lists(
     st.tuples(
         st.integers(0, 1),
@@ -329,74 +303,36 @@ def test_directory_removed_between_two_polls_raises_no_error(
 
 
 @pytest.mark.parametrize(
-    ("content", "wanted"),
+    ("content", "count", "wanted"),
     [
-        (b"", ()),
-        (b"\n\n", ()),
-        (b"one", ("one",)),
-        (b"one\n\n  two  \n\n", ("one", "  two")),
-        (b"\xff\n", ("\ufffd",)),
-        (
-            b"".join(b"%d\n" % number for number in range(100)),
-            tuple(str(number) for number in range(80, 100)),
-        ),
+        (b"", 20, ()),
+        (b"\n\n", 20, ()),
+        (b"one", 20, ("one",)),
+        (b"one\n\n  two  \n\n", 20, ("one", "  two")),
+        (b"\xff\n", 20, ("\ufffd",)),
+        (b"a\nb\nc\n", 2, ("b", "c")),
+        (b"Traceback\n0%\r50%\r100%\nboom\n", 3, ("Traceback", "100%", "boom")),
+        (b"x" * 1_000_000 + b"\nlast\n", 20, ("x" * (8192 - 6), "last")),
     ],
 )
-def test_last_lines_skip_empty_lines_and_are_at_most_20(
-    tmp_path: Path, content: bytes, wanted: tuple[str, ...]
+def test_last_lines_are_few_and_as_a_terminal_shows_them(
+    tmp_path: Path, content: bytes, count: int, wanted: tuple[str, ...]
 ) -> None:
     (tmp_path / "file").write_bytes(content)
-    assert last_lines(tmp_path / "file") == wanted
+    assert last_lines(tmp_path / "file", count) == wanted
 
 
-def test_last_lines_of_large_file_stay_within_limit(tmp_path: Path) -> None:
-    path = tmp_path / "file"
-    path.write_bytes(b"x" * 10_000_000 + b"\nlast but one\nlast\n")
-    assert last_lines(path, 1) == ("last",)
-    found = last_lines(path, 20, limit=100)
-    assert found[-2:] == ("last but one", "last")
-    assert sum(map(len, found)) <= 100
-    assert last_lines(tmp_path / "nowhere") == ()
-    assert last_lines(tmp_path) == ()
-
-
-def test_last_lines_keep_only_last_state_of_progress_bar(tmp_path: Path) -> None:
-    path = tmp_path / "file"
-    path.write_bytes(
-        b"Traceback\n"
-        + b"\r".join(b"%d%%" % number for number in range(101))
-        + b"\nValueError: boom\n"
-    )
-    assert last_lines(path, 3) == ("Traceback", "100%", "ValueError: boom")
-
-
-# -- ranges of ranks -------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("numbers", "wanted"),
-    [
-        ([], []),
-        ([3], ["3"]),
-        ([0, 1], ["0-1"]),
-        ([0, 1, 2, 5], ["0-2", "5"]),
-        ([0, 2, 4, 5], ["0", "2", "4-5"]),
-    ],
-)
-def test_ranges_join_consecutive_numbers(numbers: list[int], wanted: list[str]) -> None:
-    assert ranges(numbers) == wanted
+def test_last_lines_of_what_is_no_file_are_empty(tmp_path: Path) -> None:
+    """A host may put a pipe in place of an agent's log; to open it would block."""
+    os.mkfifo(tmp_path / "pipe")
+    assert [last_lines(tmp_path / name) for name in ("pipe", "nowhere", "")] == [(), (), ()]
 
 
 @given(st.sets(st.integers(0, 60)))
-def test_ranges_contain_each_number_once(numbers: set[int]) -> None:
-    named = []
+def test_ranges_contain_each_number_once_in_the_fewest_parts(numbers: set[int]) -> None:
+    named: list[int] = []
     for part in ranges(sorted(numbers)):
         first, _, last = part.partition("-")
+        assert int(first) - 1 not in named
         named += range(int(first), int(last or first) + 1)
     assert named == sorted(numbers)
-
-
-def test_last_lines_of_a_pipe_are_empty(tmp_path: Path) -> None:
-    """A host may put one in place of an agent's log; to open it would block."""
-    os.mkfifo(tmp_path / "agent.log")
-    assert log_files.last_lines(tmp_path / "agent.log") == ()

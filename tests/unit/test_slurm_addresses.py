@@ -14,11 +14,6 @@ from clusterjob.node.environments.topology import Topology
 
 NOWHERE = "no-such-node.invalid"
 NODE = Topology(2, 1, nproc_per_node=None, master_addr=NOWHERE, master_port=None, source="slurm")
-BATCH = {
-    "ENVIRONMENT": "BATCH",
-    "SLURM_LAUNCH_NODE_IPADDR": "192.0.2.7",
-    "SLURM_JOB_NODELIST": f"{NOWHERE},other",
-}
 
 
 @pytest.fixture
@@ -41,7 +36,7 @@ def test_address_that_resolves_or_is_of_another_platform_is_kept(
     change: dict[str, Any], no_scontrol: dict[str, str]
 ) -> None:
     node = replace(NODE, **change)
-    assert slurm_env.resolve_master_address(node, BATCH | no_scontrol) is node
+    assert slurm_env.resolve_master_address(node, no_scontrol) is node
 
 
 def test_address_of_single_node_is_loopback(no_scontrol: dict[str, str]) -> None:
@@ -49,31 +44,11 @@ def test_address_of_single_node_is_loopback(no_scontrol: dict[str, str]) -> None
     assert slurm_env.resolve_master_address(node, no_scontrol).master_addr == "127.0.0.1"
 
 
-def test_address_of_launching_node_is_used_when_node_0_is_first_of_job(
-    no_scontrol: dict[str, str],
-) -> None:
-    assert slurm_env.resolve_master_address(NODE, BATCH | no_scontrol) == replace(
-        NODE, master_addr="192.0.2.7"
-    )
-
-
-@pytest.mark.parametrize(
-    "change",
-    [
-        {"ENVIRONMENT": ""},
-        {"SLURM_JOB_NODELIST": f"other,{NOWHERE}"},
-        {"SLURM_JOB_NODELIST": "n["},
-        {"SLURM_LAUNCH_NODE_IPADDR": "127.0.1.1"},
-        {"SLURM_LAUNCH_NODE_IPADDR": ""},
-    ],
-)
-def test_unresolvable_name_is_refused_when_launching_node_may_be_other_node(
-    change: dict[str, str], no_scontrol: dict[str, str]
-) -> None:
+def test_unresolvable_name_is_refused_without_scontrol(no_scontrol: dict[str, str]) -> None:
     with pytest.raises(
         PlacementError, match=f"node 0 is {NOWHERE}, which does not resolve here"
     ) as caught:
-        slurm_env.resolve_master_address(NODE, BATCH | change | no_scontrol)
+        slurm_env.resolve_master_address(NODE, no_scontrol)
     assert "\n" not in caught.value.message
 
 

@@ -5,14 +5,12 @@ It runs under the launcher, under torchrun, with a manual rank assignment and as
 
 from __future__ import annotations
 
-import functools
 import json
 import math
 import os
 import resource
 import subprocess
 import sys
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -21,7 +19,6 @@ import pytest
 from launching import (
     MARGIN,
     TEST_TIMEOUT,
-    Run,
     environment,
     finish,
     free_port,
@@ -40,7 +37,7 @@ from clusterjob.errors import PlacementError, UsageError
 from clusterjob.node.environments.topology import Topology, Worker
 from clusterjob.node.logs import failure_texts
 from clusterjob.worker import group
-from clusterjob.worker.process import report_pipe
+from clusterjob.worker import process as own_process
 
 # -- the import ------------------------------------------------------------------------------------
 
@@ -77,8 +74,9 @@ def test_bootstrap_import_takes_at_most_15_ms(tmp_path: Path) -> None:
 
 # -- two launched processes ------------------------------------------------------------------------
 
+# Each assertion is one of this test.
 ALL_FEATURES = """
-    import json, os, warnings
+    import math, os, warnings
     from pathlib import Path
     import torch
     import torch.distributed as dist
@@ -95,47 +93,60 @@ ALL_FEATURES = """
         tasks = os.listdir("/proc/self/task")
         return sum("gloo" in Path(f"/proc/self/task/{task}/comm").read_text() for task in tasks)
 
-    report = {}
     with bootstrap.init(timeout=60) as ctx:
         # The first optimizer imports this, too; imported now, it would keep the group for ever.
         import torch.distributed.nn.functional
         r = ctx.rank
-        report["place"] = {name: getattr(ctx, name) for name in (
-            "rank", "local_rank", "world_size", "local_world_size", "node_rank", "nnodes",
-            "master_addr", "master_port", "backend", "is_main", "source")}
-        report["device"] = str(ctx.device)
-        report["group"] = [dist.get_rank(), dist.get_world_size(), dist.get_backend()]
+        assert (r, ctx.local_rank, ctx.world_size, ctx.local_world_size) == (
+            int(os.environ["RANK"]), r, 2, 2)
+        assert (ctx.node_rank, ctx.nnodes, ctx.is_main) == (0, 1, r == 0)
+        assert ctx.master_addr in ("127.0.0.1", "localhost")
+        assert str(ctx.master_port) == os.environ["MASTER_PORT"]
+        assert (ctx.backend, str(ctx.device)) == ("gloo", "cpu")
+        assert ctx.source == (
+            "clusterjob" if "CLUSTERJOB_REPORT_FD" in os.environ else "torchrun")
+        assert (dist.get_rank(), dist.get_world_size(), dist.get_backend()) == (r, 2, "gloo")
 
         ops = ("mean", "sum", "min", "max", "product")
-        report["numbers"] = {op: ctx.reduce(r + 2, op) for op in ops}
-        report["default"] = ctx.reduce([1.0, 2.0][r])
-        report["floats"] = {op: ctx.reduce([0.5, -3.0][r], op) for op in ops}
-        report["exact"] = ctx.reduce(2**62 + r, "sum")
-        report["mixed"] = ctx.reduce([1, 0.5][r], "sum")
-        nan = float("nan")
-        report["nan"] = [ctx.reduce([nan, 1.0][r], "min"), ctx.reduce([1.0, nan][r], "max")]
-        report["bool"] = ctx.reduce(r == 0, "sum")
 
-        def tensor(value, op):
+        def same(found, expected):
+            assert (found, type(found)) == (expected, type(expected)), (found, expected)
+
+        for op, expected in zip(ops, (2.5, 5, 2, 3, 6)):
+            same(ctx.reduce(r + 2, op), expected)
+        for op, expected in zip(ops, (-1.25, -2.5, -3.0, 0.5, -1.5)):
+            same(ctx.reduce([0.5, -3.0][r], op), expected)
+        same(ctx.reduce([1.0, 2.0][r]), 1.5)
+        same(ctx.reduce(2**62 + r, "sum"), 2**63 + 1)
+        same(ctx.reduce([1, 0.5][r], "sum"), 1.5)
+        same(ctx.reduce(r == 0, "sum"), 1)
+        nan = float("nan")
+        assert math.isnan(ctx.reduce([nan, 1.0][r], "min"))
+        assert math.isnan(ctx.reduce([1.0, nan][r], "max"))
+
+        def check(value, op, expected, dtype=torch.float32):
             before = value.clone()
             result = ctx.reduce(value, op)
             assert torch.equal(value, before) and result is not value
-            assert result.device == value.device
-            return [result.tolist(), str(result.dtype).removeprefix("torch."), list(result.shape)]
+            assert (result.device, result.dtype) == (value.device, dtype), result
+            assert result.shape == value.shape and result.tolist() == expected, result
 
         base = torch.tensor([[1.0, 2.0], [3.0, 4.0]]) * (r + 1)
-        report["tensors"] = {op: tensor(base, op) for op in ops}
-        report["dtypes"] = {
-            "int mean": tensor(torch.tensor([1, 4]) * (r + 1), "mean"),
-            "int16 sum": tensor(torch.tensor([5], dtype=torch.int16), "sum"),
-            "half mean": tensor(torch.full((1,), 60000.0, dtype=torch.float16), "mean"),
-            "bool sum": tensor(torch.tensor([True, r == 1]), "sum"),
-            "bool max": tensor(torch.tensor([False, r == 1]), "max"),
-            "scalar": tensor(torch.tensor(3.0), "sum"),
-            "strided": tensor(base.t(), "sum"),
-            "empty": tensor(torch.empty(0, 3), "sum"),
-        }
-        report["gradient"] = ctx.reduce(torch.ones(1, requires_grad=True)).requires_grad
+        check(base, "mean", [[1.5, 3.0], [4.5, 6.0]])
+        check(base, "sum", [[3.0, 6.0], [9.0, 12.0]])
+        check(base, "min", [[1.0, 2.0], [3.0, 4.0]])
+        check(base, "max", [[2.0, 4.0], [6.0, 8.0]])
+        check(base, "product", [[2.0, 8.0], [18.0, 32.0]])
+        check(base.t(), "sum", [[3.0, 9.0], [6.0, 12.0]])
+        check(torch.tensor(3.0), "sum", 6.0)
+        check(torch.empty(0, 3), "sum", [])
+        check(torch.tensor([1, 4]) * (r + 1), "mean", [1.5, 6.0])
+        check(torch.tensor([5], dtype=torch.int16), "sum", [10], torch.int16)
+        large = torch.full((1,), 60000.0, dtype=torch.float16)  # twice that is too large
+        check(large, "mean", [60000.0], torch.float16)
+        check(torch.tensor([True, r == 1]), "sum", [2, 1], torch.int64)
+        check(torch.tensor([False, r == 1]), "max", [False, True], torch.bool)
+        assert not ctx.reduce(torch.ones(1, requires_grad=True)).requires_grad
 
         ctx.barrier()
         ctx.print("hello from", ctx.rank, sep=" - ")
@@ -144,30 +155,28 @@ ALL_FEATURES = """
         model = torch.nn.Linear(2, 1)
         wrapped = ctx.wrap(model, bucket_cap_mb=1)
         wrapped(torch.full((1, 2), float(r + 1))).sum().backward()
-        report["ddp"] = [
-            type(wrapped).__name__, wrapped.module is model, model.weight.grad.tolist(),
-            wrapped.device_ids]
-        report["weights"] = model.weight.tolist()
+        assert type(wrapped).__name__ == "DistributedDataParallel" and wrapped.module is model
+        assert (model.weight.grad.tolist(), wrapped.device_ids) == ([[1.5, 1.5]], None)
+        assert torch.equal(ctx.reduce(model.weight, "max"), ctx.reduce(model.weight, "min"))
 
         sampler = ctx.sampler(range(10))
-        report["sampler"] = [
-            len(sampler), sampler.num_replicas, sampler.rank,
-            list(ctx.sampler(range(10), shuffle=False, drop_last=True))]
+        assert (len(sampler), sampler.num_replicas, sampler.rank) == (5, 2, r)
+        shares = ctx.sampler(range(10), shuffle=False, drop_last=True)
+        assert list(shares) == list(range(r, 10, 2))
 
-        report["again"] = (
-            bootstrap.init() is ctx
-            and bootstrap.init("gloo", rank=r, process_group=True) is ctx)
+        assert bootstrap.init() is ctx
+        assert bootstrap.init("gloo", rank=r, process_group=True) is ctx
         with bootstrap.init() as inner:  # like a library that the script calls
             assert inner is ctx
-        report["inner"] = dist.is_initialized()
-        report["refused"] = [
-            refused(lambda: bootstrap.init("nccl")),
-            refused(lambda: bootstrap.init(process_group=False)),
-            refused(lambda: bootstrap.init(timeout=5)),
-            refused(lambda: ctx.reduce(1, "median")),
-            refused(lambda: ctx.reduce("1")),
-            refused(lambda: ctx.reduce(2**63)),
-        ]
+        assert dist.is_initialized()
+        error = refused(lambda: bootstrap.init("nccl"))
+        assert "'gloo'" in error and "'nccl'" in error
+        assert "process_group" in refused(lambda: bootstrap.init(process_group=False))
+        assert "timeout=60" in refused(lambda: bootstrap.init(timeout=5))
+        error = refused(lambda: ctx.reduce(1, "median"))
+        assert "'median'" in error and "mean, sum, min, max, product" in error
+        assert "str" in refused(lambda: ctx.reduce("1"))
+        assert "64 bits" in refused(lambda: ctx.reduce(2**63))
 
         # newer Pythons warn of each fork in a process with threads
         warnings.simplefilter("ignore", DeprecationWarning)
@@ -175,240 +184,83 @@ ALL_FEATURES = """
         if child == 0:
             bootstrap.shutdown()  # like an exit handler; it must keep the parent's group
             os._exit(0 if dist.is_initialized() else 1)
-        report["child"] = os.waitpid(child, 0)[1]
+        assert os.waitpid(child, 0)[1] == 0
         ctx.barrier()
+        formed = gloo_threads()
 
-        report["threads"] = [gloo_threads()]
-
-    report["left"] = dist.is_initialized()
+    assert not dist.is_initialized()
     del wrapped, inner
-    report["threads"].append(gloo_threads())
-    report["closed"] = [
-        refused(lambda: ctx.reduce(1)), refused(ctx.barrier), refused(lambda: ctx.wrap(model))]
-    sums = []
+    assert gloo_threads() <= formed
+    for call in (lambda: ctx.reduce(1), ctx.barrier, lambda: ctx.wrap(model)):
+        assert "shut down" in refused(call)
     for _ in range(2):  # like a notebook; the launcher's store still has keys of the last group
         with bootstrap.init() as ctx:
-            sums.append(ctx.reduce(1, "sum"))
-    report["rounds"] = sums
-    report["threads"].append(gloo_threads())
+            assert ctx.reduce(1, "sum") == 2
+    # Under our agents the last group is freed when a later one has formed.
+    assert gloo_threads() <= formed
     ctx = bootstrap.init()  # the process exits without shutdown
-    report["last"] = ctx.reduce(1, "sum")
-    Path(f"rank{r}.json").write_text(json.dumps(report))
+    assert ctx.reduce(1, "sum") == 2
 """
 
 
-class Launched:
-    """Output and reports of a run of ALL_FEATURES on two workers."""
-
-    def __init__(self, launcher: str, directory: Path) -> None:
-        self.launcher = launcher
-        self.ran = launch(launcher, 2, [script(directory, ALL_FEATURES)], directory)
-        assert self.ran.code == 0, self.ran.err
-        self.ranks = rank_reports(directory, 2)
-
-
 # A worker started by exec differs from one of torchrun only in its variables.
-@pytest.fixture(scope="module", params=["fork", "torchrun"])
-def launched(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Launched:
-    return Launched(request.param, tmp_path_factory.mktemp(request.param))
-
-
-def test_context_has_rank_node_and_master_fields(launched: Launched) -> None:
-    master_ports = {rank["place"]["master_port"] for rank in launched.ranks}
-    assert len(master_ports) == 1
-    for number, rank in enumerate(launched.ranks):
-        fields = rank["place"]
-        assert fields["rank"] == fields["local_rank"] == number
-        assert fields["world_size"] == fields["local_world_size"] == 2
-        assert (fields["node_rank"], fields["nnodes"]) == (0, 1)
-        assert fields["master_addr"] in ("127.0.0.1", "localhost")
-        assert fields["master_port"] > 0
-        assert fields["backend"] == "gloo"
-        assert fields["is_main"] is (number == 0)
-        assert fields["source"] == ("torchrun" if launched.launcher == "torchrun" else "clusterjob")
-        assert rank["device"] == "cpu"
-        assert rank["group"] == [number, 2, "gloo"]
-
-
-def test_reduce_of_numbers_returns_same_value_on_each_rank(launched: Launched) -> None:
-    for rank in launched.ranks:
-        assert rank["numbers"] == {"mean": 2.5, "sum": 5, "min": 2, "max": 3, "product": 6}
-        assert {op: type(value) for op, value in rank["numbers"].items()} == {
-            op: float if op == "mean" else int for op in rank["numbers"]
-        }
-        assert rank["default"] == 1.5
-        assert rank["floats"] == {
-            "mean": -1.25,
-            "sum": -2.5,
-            "min": -3.0,
-            "max": 0.5,
-            "product": -1.5,
-        }
-        assert rank["exact"] == 2**63 + 1
-        assert rank["mixed"] == 1.5
-        assert all(math.isnan(value) for value in rank["nan"])
-        assert (rank["bool"], type(rank["bool"])) == (1, int)
-
-
-def test_reduce_of_tensor_returns_new_tensor(launched: Launched) -> None:
-    for rank in launched.ranks:
-        assert rank["tensors"] == {
-            "mean": [[[1.5, 3.0], [4.5, 6.0]], "float32", [2, 2]],
-            "sum": [[[3.0, 6.0], [9.0, 12.0]], "float32", [2, 2]],
-            "min": [[[1.0, 2.0], [3.0, 4.0]], "float32", [2, 2]],
-            "max": [[[2.0, 4.0], [6.0, 8.0]], "float32", [2, 2]],
-            "product": [[[2.0, 8.0], [18.0, 32.0]], "float32", [2, 2]],
-        }
-        assert rank["dtypes"] == {
-            "int mean": [[1.5, 6.0], "float32", [2]],
-            "int16 sum": [[10], "int16", [1]],
-            "half mean": [[60000.0], "float16", [1]],  # 2 x 60000 is too large for float16
-            "bool sum": [[2, 1], "int64", [2]],
-            "bool max": [[False, True], "bool", [2]],
-            "scalar": [6.0, "float32", []],
-            "strided": [[[3.0, 9.0], [6.0, 12.0]], "float32", [2, 2]],
-            "empty": [[], "float32", [0, 3]],
-        }
-        assert rank["gradient"] is False
-
-
-def test_wrapped_model_has_equal_weights_and_mean_gradient(launched: Launched) -> None:
-    first, second = launched.ranks
-    assert first["weights"] == second["weights"]
-    for rank in launched.ranks:
-        assert rank["ddp"] == ["DistributedDataParallel", True, [[1.5, 1.5]], None]
-
-
-def test_sampler_splits_data_by_rank(launched: Launched) -> None:
-    for number, rank in enumerate(launched.ranks):
-        assert rank["sampler"] == [5, 2, number, list(range(number, 10, 2))]
-
-
-def test_print_prints_only_on_rank_0(launched: Launched) -> None:
-    assert launched.ran.out.count("hello from - ") == 1
-    assert "hello from - 0" in launched.ran.out
-
-
-def test_second_init_returns_same_context_or_refuses_other_options(launched: Launched) -> None:
-    for rank in launched.ranks:
-        assert rank["again"] is True
-        assert rank["inner"] is True
-        backend, process_group, timeout, operation, kind, size = rank["refused"]
-        assert "'gloo'" in backend
-        assert "'nccl'" in backend
-        assert "process_group" in process_group
-        assert "timeout=60" in timeout
-        assert "'median'" in operation
-        assert "mean, sum, min, max, product" in operation
-        assert "str" in kind
-        assert "64 bits" in size
-
-
-def test_init_works_again_after_shutdown(launched: Launched) -> None:
-    for rank in launched.ranks:
-        assert rank["child"] == 0
-        assert rank["left"] is False
-        formed, *left = rank["threads"]
-        assert all(threads <= formed for threads in left), (
-            "under our agents the last group is freed when a later one has formed"
-        )
-        assert all("shut down" in message for message in rank["closed"])
-        assert rank["rounds"] == [2, 2]
-        assert rank["last"] == 2
-
-
-def test_torch_prints_no_warnings(launched: Launched) -> None:
-    assert "arning" not in launched.ran.err
-    assert "destroy_process_group" not in launched.ran.err
+@pytest.mark.parametrize("launcher", ["fork", "torchrun"])
+def test_context_reduces_wraps_and_samples_on_two_ranks(tmp_path: Path, launcher: str) -> None:
+    ran = launch(launcher, 2, [script(tmp_path, ALL_FEATURES)], tmp_path)
+    assert ran.code == 0, ran.err
+    hellos = [line for line in ran.out.splitlines() if "hello" in line]
+    assert [line.endswith("hello from - 0") for line in hellos] == [True]
+    assert "arning" not in ran.err  # torch warns of a group that is not destroyed
 
 
 # -- one process -----------------------------------------------------------------------------------
 
 SINGLE_PROCESS = """
     import json, sys
-    from pathlib import Path
     import torch
     import torch.distributed as dist
     from clusterjob import bootstrap
 
-    options = json.loads(sys.argv[1])
+    options, source, backend = json.loads(sys.argv[1])
     with bootstrap.init(**options) as ctx:
+        assert (ctx.source, ctx.backend, str(ctx.device)) == (source, backend, "cpu")
+        assert (ctx.rank, ctx.local_rank, ctx.world_size, ctx.local_world_size) == (0, 0, 1, 1)
+        assert (ctx.node_rank, ctx.nnodes, ctx.is_main) == (0, 1, True)
+        assert (ctx.master_addr is None) == (source == "none")
+        assert dist.is_initialized() == (backend is not None)
         model = torch.nn.Linear(2, 1)
-        wrapped = ctx.wrap(model)
-        ops = ("mean", "sum", "min", "max", "product")
-        report = {
-            "place": [
-                ctx.rank, ctx.local_rank, ctx.world_size, ctx.local_world_size, ctx.node_rank,
-                ctx.nnodes, ctx.is_main],
-            "master": [ctx.master_addr, ctx.master_port],
-            "source": ctx.source, "backend": ctx.backend, "device": str(ctx.device),
-            "initialized": dist.is_initialized(),
-            "wrapped": type(wrapped).__name__, "same": wrapped is model,
-            "numbers": [ctx.reduce(3, op) for op in ops],
-            "mean type": type(ctx.reduce(3)).__name__,
-            "tensor": [ctx.reduce(torch.tensor([3]), op).tolist() for op in ops],
-            "mean dtype": str(ctx.reduce(torch.tensor([3])).dtype),
-            "sampler": list(ctx.sampler(range(4), shuffle=False)),
-        }
-        tensor = torch.ones(1)
-        report["new"] = ctx.reduce(tensor) is not tensor
+        assert (ctx.wrap(model) is model) == (backend is None)
+        three = torch.tensor([3])
+        for op in ("mean", "sum", "min", "max", "product"):
+            assert ctx.reduce(3, op) == 3
+            assert ctx.reduce(three, op).tolist() == [3]
+        assert type(ctx.reduce(3)) is float and ctx.reduce(three).dtype is torch.float32
+        assert ctx.reduce(three, "sum") is not three
+        assert list(ctx.sampler(range(4), shuffle=False)) == [0, 1, 2, 3]
         ctx.barrier()
         ctx.print("alone")
-    report["left"] = dist.is_initialized()
+    assert not dist.is_initialized()
     bootstrap.shutdown()  # harmless
-    Path("rank0.json").write_text(json.dumps(report))
 """
 
 
-def run_single_process(
-    directory: Path, run_script: Callable[..., Run], **options: Any
-) -> dict[str, Any]:
-    argv = [script(directory, SINGLE_PROCESS), json.dumps(options)]
-    ran = run_script(argv, directory)
-    assert ran.code == 0, ran.err
-    assert "arning" not in ran.err
-    assert "alone" in ran.out
-    [rank] = rank_reports(directory, 1)
-    assert rank["place"] == [0, 0, 1, 1, 0, 1, True]
-    assert rank["device"] == "cpu"
-    assert rank["numbers"] == [3, 3, 3, 3, 3]
-    assert rank["mean type"] == "float"
-    assert rank["tensor"] == [[3], [3], [3], [3], [3]]
-    assert rank["mean dtype"] == "torch.float32"
-    assert rank["sampler"] == [0, 1, 2, 3]
-    assert rank["new"] is True
-    assert rank["left"] is False
-    return rank
-
-
-def test_plain_script_has_world_size_1_and_no_process_group(tmp_path: Path) -> None:
-    rank = run_single_process(
-        tmp_path, lambda argv, folder: run([sys.executable, "-W", "error", *argv], folder)
-    )
-    assert (rank["source"], rank["backend"], rank["initialized"], rank["same"]) == (
-        "none",
-        None,
-        False,
-        True,
-    )
-    assert rank["master"] == [None, None]
-
-
-def test_plain_script_with_process_group_option_has_process_group(
-    tmp_path: Path, preloaded: Preloaded
+@pytest.mark.parametrize(
+    ("launcher", "options", "source", "backend"),
+    [
+        ("", {}, "none", None),
+        ("", {"process_group": True}, "none", "gloo"),
+        ("fork", {}, "clusterjob", "gloo"),
+    ],
+)
+def test_single_process_has_a_process_group_only_if_launched_or_asked(
+    tmp_path: Path, launcher: str, options: dict[str, bool], source: str, backend: str | None
 ) -> None:
-    rank = run_single_process(tmp_path, preloaded.run, process_group=True)
-    assert (rank["backend"], rank["initialized"], rank["wrapped"]) == (
-        "gloo",
-        True,
-        "DistributedDataParallel",
-    )
-    assert rank["master"] == [None, None]
-
-
-def test_launched_single_process_has_process_group(tmp_path: Path) -> None:
-    rank = run_single_process(tmp_path, functools.partial(launch, "fork", 1))
-    assert (rank["source"], rank["backend"], rank["initialized"]) == ("clusterjob", "gloo", True)
+    argv = [script(tmp_path, SINGLE_PROCESS), json.dumps([options, source, backend])]
+    if launcher:
+        ran = launch(launcher, 1, argv, tmp_path)
+    else:
+        ran = run([sys.executable, *argv], tmp_path)
+    assert (ran.code, "alone" in ran.out, "arning" in ran.err) == (0, True, False), ran.err
 
 
 def test_reduce_and_barrier_without_process_group_are_refused(
@@ -452,44 +304,27 @@ ONLY_INIT = """
 
 
 @pytest.mark.parametrize(
-    "missing", ["WORLD_SIZE", "LOCAL_RANK", "RANK", "MASTER_ADDR", "MASTER_PORT"]
+    ("variables", "message"),
+    [
+        ({"RANK": "0", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}, "LOCAL_RANK is not set"),
+        ({"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "h"}, "LOCAL_RANK is not set, so that"),
+        (
+            {
+                "CLUSTERJOB_NNODES": "2",
+                "CLUSTERJOB_NODE_RANK": "1",
+                "CLUSTERJOB_MASTER_ADDR": "127.0.0.1",
+            },
+            "`clusterjob launch SCRIPT`",
+        ),
+    ],
 )
-def test_init_error_names_missing_variable(missing: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    whole = {
-        "RANK": "0",
-        "LOCAL_RANK": "0",
-        "WORLD_SIZE": "2",
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": "29500",
-    }
-    for name, value in whole.items():
-        if name != missing:
-            monkeypatch.setenv(name, value)
-    with pytest.raises(PlacementError, match=f"{missing} is not set"):
-        bootstrap.init()
-
-
-def test_init_with_missing_variable_fails_before_torch_import(tmp_path: Path) -> None:
-    ran = run(
-        [sys.executable, script(tmp_path, ONLY_INIT)], tmp_path, {"RANK": "0", "WORLD_SIZE": "2"}
-    )
-    assert ran.code == 1
+def test_incomplete_or_node_variables_are_refused_before_torch_import(
+    tmp_path: Path, variables: dict[str, str], message: str
+) -> None:
+    ran = run([sys.executable, script(tmp_path, ONLY_INIT)], tmp_path, variables)
+    assert (ran.code, ran.out) == (1, "False\n")
     assert "PlacementError" in ran.err
-    assert "LOCAL_RANK is not set" in ran.err
-    assert ran.out == "False\n"
-
-
-def test_init_with_node_variables_only_suggests_launch(tmp_path: Path) -> None:
-    node = {
-        "CLUSTERJOB_NNODES": "2",
-        "CLUSTERJOB_NODE_RANK": "1",
-        "CLUSTERJOB_MASTER_ADDR": "127.0.0.1",
-    }
-    ran = run([sys.executable, script(tmp_path, ONLY_INIT)], tmp_path, node)
-    assert ran.code == 1
-    assert "PlacementError" in ran.err
-    assert "`clusterjob launch train.py`" in ran.err
-    assert ran.out == "False\n"
+    assert message in ran.err
 
 
 @pytest.mark.parametrize(
@@ -624,7 +459,7 @@ def test_init_accepts_manual_rank_assignment(tmp_path: Path, preloaded: Preloade
     # The arguments override the node-level variables of a platform.
     platform = {"RANK": "0", "WORLD_SIZE": "1"}
     ranks = [preloaded.start([path, rank, port], tmp_path, platform) for rank in range(2)]
-    for ran in [finish(process) for process in ranks]:
+    for ran in [finish(each) for each in ranks]:
         assert ran.code == 0, ran.err
 
 
@@ -733,24 +568,19 @@ def test_on_preempt_outside_of_main_thread_is_refused() -> None:
         bootstrap.shutdown()
 
 
-def test_report_pipe_is_only_for_worker_process_itself(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_only_the_worker_itself_reports(monkeypatch: pytest.MonkeyPatch) -> None:
     read, write = os.pipe()
+    os.set_blocking(read, False)
     try:
-        os.set_inheritable(write, True)
         for value in ("", "x:y", f"{write}:{os.getppid()}", f"999999:{os.getpid()}"):
             monkeypatch.setenv("CLUSTERJOB_REPORT_FD", value)
-            assert report_pipe() is None
+            own_process.report("WorkerAlive", step=1)
         monkeypatch.setenv("CLUSTERJOB_REPORT_FD", f"{write}:{os.getpid()}")
-        assert report_pipe() == write
-        assert not os.get_inheritable(write)
+        own_process.report("WorkerAlive", step=2)
+        assert os.read(read, 1000).count(b"step") == 1
     finally:
         os.close(read)
         os.close(write)
-    with open(os.devnull) as no_pipe:
-        monkeypatch.setenv("CLUSTERJOB_REPORT_FD", f"{no_pipe.fileno()}:{os.getpid()}")
-        assert report_pipe() is None
 
 
 # -- Slurm tasks with the variables of srun --------------------------------------------------------

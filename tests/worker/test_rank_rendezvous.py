@@ -11,7 +11,6 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -35,7 +34,7 @@ from procs import wait_until
 
 from clusterjob.errors import RanksMissingError
 from clusterjob.worker.rendezvous import Facts, disagreement, join
-from clusterjob.worker.store import SignedStore, notice_time
+from clusterjob.worker.store import notice_time
 
 INIT = """
     import os, time
@@ -103,9 +102,12 @@ def test_waiting_ranks_report_missing_rank(tmp_path: Path, processes: Processes)
     [
         (
             {"CLUSTERJOB_JOB_ID": "yours"},
-            "rank 1 on {1} is of job yours, rank 0 on {0} of job mine",
+            "rank 1 on {1} is of job yours, rank 0 on {0} is of job mine",
         ),
-        ({"WORLD_SIZE": "4"}, "rank 1 on {1} counts 4 processes, rank 0 on {0} counts 3"),
+        (
+            {"WORLD_SIZE": "4"},
+            "rank 1 on {1} counts 4 processes, rank 0 on {0} counts 3 processes",
+        ),
     ],
 )
 def test_rank_of_other_job_is_refused_without_waiting_for_missing_rank(
@@ -202,50 +204,27 @@ def machine_with_packet_loss() -> Iterator[Machine]:
 
 
 @pytest.mark.slow
-def test_waiting_rank_reports_master_addr_without_answer(tmp_path: Path) -> None:
+def test_rank_and_agent_report_master_addr_without_answer(tmp_path: Path) -> None:
+    path = script(tmp_path, INIT.replace("TIMEOUT", "7"))
+    node = {
+        "CLUSTERJOB_NNODES": "2", "CLUSTERJOB_NODE_RANK": "1", "CLUSTERJOB_NPROC_PER_NODE": "1",
+        "CLUSTERJOB_MASTER_ADDR": "10.77.0.9", "CLUSTERJOB_TOKEN": "secret-of-the-job",
+    }  # fmt: skip
+    launch = ["-m", "clusterjob", "launch", "--join-timeout", "6"]
     with machine_with_packet_loss() as machine:
         environ = rank_variables(1, 2, 29500, 1) | {"MASTER_ADDR": "10.77.0.9"}
-        path = script(tmp_path, INIT.replace("TIMEOUT", "7"))
-        process = start(machine.command(sys.executable, path), tmp_path, environ)
-        assert process.stderr is not None
-        line = process.stderr.readline()
-        ended = finish(process)
-    assert line.startswith(f"clusterjob: rank 1 on {HOST} ")
-    assert "cannot reach rank 0 at 10.77.0.9:29500: timed out; " in line
-    assert waited_seconds(line) <= 4 + MARGIN
-    assert ended.code == 1
-    assert "gave up after" in last_message(ended.err)
-
-
-@pytest.mark.slow
-def test_joining_agent_reports_master_addr_without_answer(tmp_path: Path) -> None:
-    with machine_with_packet_loss() as machine:
-        environ = {
-            "CLUSTERJOB_NNODES": "2",
-            "CLUSTERJOB_NODE_RANK": "1",
-            "CLUSTERJOB_MASTER_ADDR": "10.77.0.9",
-            "CLUSTERJOB_TOKEN": "secret-of-the-job",
-        }
-        argv = [
-            sys.executable,
-            "-m",
-            "clusterjob",
-            "launch",
-            "--join-timeout",
-            "6",
-            "--nproc-per-node",
-            "1",
-            script(tmp_path, INIT.replace("TIMEOUT", "60")),
-        ]
-        ended = finish(start(machine.command(*argv), tmp_path, environ))
-    assert ended.code == 1
-    lines = [
-        line
-        for line in ended.err.splitlines()
-        if "node 1 cannot reach node 0 at 10.77.0.9: no answer (port" in line
-    ]
-    assert 4 <= waited_seconds(lines[0]) <= 4 + MARGIN, ended.err
-    assert "gave up after" in lines[-1]
+        rank = start(machine.command(sys.executable, path), tmp_path, environ)
+        agent = start(machine.command(sys.executable, *launch, path), tmp_path, node)
+        ended = [finish(rank), finish(agent)]
+    texts = (
+        f"rank 1 on {HOST} cannot reach rank 0 at 10.77.0.9:29500: timed out",
+        "node 1 cannot reach node 0 at 10.77.0.9: no answer (port",
+    )
+    for each, text in zip(ended, texts, strict=True):
+        assert each.code == 1
+        first, *_, last = [line for line in each.err.splitlines() if text in line]
+        assert 2 <= waited_seconds(first) <= 4 + MARGIN, each.err
+        assert "gave up after" in last
 
 
 @pytest.mark.parametrize("reply", [b"HTTP/1.1 400 Bad Request\r\n", b"SSH-2.0-x\r\n"])
@@ -417,20 +396,16 @@ OWN = replace(FIRST, rank=3, host="h1", pid=4, gpu="GPU-3")
 
 def test_rank_whose_store_ends_blames_other_ranks() -> None:
     class Ended:
-        def compare_set(self, *_: object) -> bytes:
+        def offer(self, *_: object) -> str:
             raise RuntimeError("Connection reset by peer\nException raised from recvBytes")
 
-    worker: Any = SimpleNamespace(rank=3)
+    store: Any = Ended()
     with pytest.raises(RanksMissingError) as failed:
-        join(SignedStore(Ended(), 0), worker, own=OWN, timeout=1, started=False)
+        join(store, OWN, timeout=1)
     assert str(failed.value) == (
         "rank 3 on h1 (pid 4) has joined, and the store of the rendezvous has ended: "
         "Connection reset by peer"
     )
-
-
-def test_disagreement_of_matching_facts_is_empty() -> None:
-    assert disagreement(OWN, FIRST) == ("", "")
 
 
 @pytest.mark.parametrize(
@@ -438,9 +413,12 @@ def test_disagreement_of_matching_facts_is_empty() -> None:
     [
         (
             {"world_size": 8},
-            "rank 3 on h1 (pid 4) counts 8 processes, rank 1 on h0 (pid 1) counts 4",
+            "rank 3 on h1 (pid 4) counts 8 processes, rank 1 on h0 (pid 1) counts 4 processes",
         ),
-        ({"job": ""}, "rank 3 on h1 (pid 4) is of job (unnamed), rank 1 on h0 (pid 1) of job job"),
+        (
+            {"job": ""},
+            "rank 3 on h1 (pid 4) is of job (unnamed), rank 1 on h0 (pid 1) is of job job",
+        ),
         (
             {"versions": "torch 2.12.0"},
             (
@@ -458,6 +436,7 @@ def test_disagreement_of_matching_facts_is_empty() -> None:
 def test_disagreement_names_both_processes_and_difference(
     change: dict[str, Any], message: str
 ) -> None:
+    assert disagreement(OWN, FIRST) == ("", "")
     own = replace(OWN, **change)
     refused, hint = disagreement(own, FIRST)
     assert refused == message
@@ -473,7 +452,7 @@ WITHOUT_RANK_0 = """
     from datetime import timedelta
     import torch.distributed as dist
     from clusterjob.worker import rendezvous
-    from clusterjob.worker.store import SignedStore
+    from clusterjob.worker.store import GroupStore
     from clusterjob.errors import RendezvousError
     from clusterjob.node.system import network
     from clusterjob.node.environments.topology import Topology, Worker
@@ -493,7 +472,7 @@ WITHOUT_RANK_0 = """
         if rank == 3:
             facts = replace(facts, **FAULT)
         try:
-            rendezvous.join(SignedStore(store, 0), worker, facts, TIMEOUT, started=True)
+            rendezvous.join(GroupStore(store, worker, served=True, number=0), facts, TIMEOUT)
         except RendezvousError as error:
             sys.stdout.write(f"{rank} {error}\\n")  # one write per line: the threads share stdout
             sys.stdout.flush()
@@ -553,7 +532,7 @@ SIMULATED = """
     from datetime import timedelta
     import torch.distributed as dist
     from clusterjob.worker import rendezvous
-    from clusterjob.worker.store import SignedStore
+    from clusterjob.worker.store import GroupStore
     from clusterjob.node.system import network
     from clusterjob.node.environments.topology import Topology, Worker
 
@@ -574,8 +553,8 @@ SIMULATED = """
         topology = Topology(WORLD // EACH, 0, EACH, "127.0.0.1", port, "openmpi")
         worker = Worker(topology, rank, 0, WORLD, EACH)
         facts = rendezvous.Facts(rank, f"h{host}", rank, WORLD, "job", "torch", "")
-        rendezvous.join(
-            SignedStore(stores[rank], 0), worker, facts, 90, started=False)
+        store = GroupStore(stores[rank], worker, served=False, number=0)
+        rendezvous.join(store, facts, 90)
         joined[rank] = True
 
     threads = [threading.Thread(target=answer, args=(rank,)) for rank in range(WORLD)]

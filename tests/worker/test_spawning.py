@@ -113,6 +113,7 @@ def test_spawned_processes_have_ranks_and_their_output_is_shown(
         ("0", "2", "0", ""),
         ("1", "2", "1", ""),
     ]
+    assert clusterjob.spawn(rank_variables, gpus="") == [("0", "1", "0", "")]
     assert list(own_tmp.iterdir()) == []
 
 
@@ -130,11 +131,6 @@ def test_spawn_starts_one_process_per_gpu(monkeypatch: pytest.MonkeyPatch) -> No
         with pytest.raises(UsageError, match=why) as caught:
             clusterjob.spawn(rank_variables, gpus=gpus)
         assert "\n" not in str(caught.value)
-
-
-@pytest.mark.usefixtures("plain_python")
-def test_spawn_without_gpus_starts_one_process() -> None:
-    assert clusterjob.spawn(rank_variables, gpus="") == [("0", "1", "0", "")]
 
 
 def test_invalid_arguments_are_refused_before_start(
@@ -325,7 +321,7 @@ def test_workers_start_without_gpus_where_launch_requires_none(
 # -- multiprocessing processes with manual ranks ---------------------------------------------------
 
 MANUAL_RANKS = """
-    import sys
+    import os, sys
     import torch
     import torch.multiprocessing as mp
     from clusterjob import bootstrap
@@ -335,56 +331,36 @@ MANUAL_RANKS = """
             with bootstrap.init(rank=rank, world_size=world_size, timeout=60) as ctx:
                 assert (ctx.rank, ctx.local_rank) == (rank, rank)
                 assert (ctx.local_world_size, ctx.nnodes) == (world_size, 1)
+                assert ctx.master_addr == os.environ.get("MASTER_ADDR", "127.0.0.1")
                 if ctx.reduce(1, "sum") != world_size:
                     raise SystemExit("not all were there")
         print("done", flush=True)
 
     if __name__ == "__main__":
-        context = mp.get_context(sys.argv[1])
+        method, *port = sys.argv[1:]
+        if port:  # as in torch's tutorial
+            os.environ["MASTER_ADDR"], [os.environ["MASTER_PORT"]] = "localhost", port
+        context = mp.get_context(method)
         context.set_forkserver_preload(["torch.distributed"])
         for _ in range(2):
-            workers = [context.Process(target=train, args=(rank, 2, 2)) for rank in range(2)]
+            several = [(rank, 2, 2 - len(port)) for rank in range(2)]
+            workers = [context.Process(target=train, args=each) for each in several]
             for process in workers: process.start()
             for process in workers: process.join()
             assert [process.exitcode for process in workers] == [0, 0]
 """
 
 
-@pytest.mark.parametrize("method", ["fork", "forkserver"])
+@pytest.mark.parametrize(
+    ("method", "has_port"), [("fork", False), ("forkserver", False), ("fork", True)]
+)
 def test_multiprocessing_ranks_need_no_master_addr(
-    method: str, tmp_path: Path, preloaded: Preloaded
+    method: str, has_port: bool, tmp_path: Path, preloaded: Preloaded
 ) -> None:
-    ran = preloaded.run([script(tmp_path, MANUAL_RANKS), method], tmp_path)
+    port = [free_port()] if has_port else []
+    ran = preloaded.run([script(tmp_path, MANUAL_RANKS), method, *port], tmp_path)
     assert ran.code == 0, ran.err
     assert ran.out.split() == ["done"] * 4
-
-
-TORCH_TUTORIAL = """
-    import os
-    import torch.multiprocessing as mp
-    from clusterjob import bootstrap
-
-    def train(rank, world_size):
-        with bootstrap.init(rank=rank, world_size=world_size, timeout=60) as ctx:
-            assert (ctx.local_rank, ctx.local_world_size) == (rank, world_size)
-            assert (ctx.nnodes, ctx.master_addr) == (1, "localhost")
-            assert ctx.reduce(1, "sum") == world_size
-
-    if __name__ == "__main__":
-        os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"] = "localhost", "{port}"
-        mp.spawn(train, args=(2,), nprocs=2)
-"""
-
-
-@pytest.mark.slow
-def test_manual_rank_with_master_addr_localhost_is_local_rank(
-    tmp_path: Path, preloaded: Preloaded
-) -> None:
-    ran = preloaded.run(
-        [script(tmp_path, TORCH_TUTORIAL.replace("{port}", str(free_port())))],
-        tmp_path,
-    )
-    assert ran.code == 0, ran.err
 
 
 WITHOUT_RANK_0 = """

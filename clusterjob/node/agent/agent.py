@@ -378,7 +378,7 @@ class Agent:
         loop = asyncio.get_running_loop()
         while True:
             await asyncio.sleep(log_files.INTERVAL)
-            grown = await loop.run_in_executor(files.disk, self._workers.look_at_output)
+            grown = await loop.run_in_executor(files.disk, self._workers.timeline.note)
             self._workers.note_output(grown)
             if (waits := self._workers.waits.due()) is not None:
                 self._send(waits)

@@ -18,7 +18,7 @@ from clusterjob.node.contract import World
 from clusterjob.node.environments import this_node, worker_variables
 from clusterjob.node.logs import ends, log_files
 from clusterjob.node.logs.events import Phase, PhaseBegin, PhaseLog
-from clusterjob.node.logs.job_dir import HEARTBEAT, STORE_LOG
+from clusterjob.node.logs.job_dir import STORE_LOG
 from clusterjob.node.metrics import stragglers
 from clusterjob.node.metrics.stragglers import Wait
 from clusterjob.node.rendezvous import messages
@@ -81,7 +81,6 @@ class NodeWorkers:
         self._send = send
         self._status: WorkerStatus | None = None  # of this round
         self._drain: int | None = None  # the process that writes the workers' output
-        self._touched = 0  # the time of the last heartbeat of a worker of torchrun
         self._progress = Progress()
         self.spared: set[int] = set()
         self.timeline = log_files.Timeline(directory)
@@ -302,16 +301,6 @@ class NodeWorkers:
             self.report.fail(failure, time.monotonic(), exited=True)
 
     # -- signs of life and stacks ------------------------------------------------------------------
-
-    def look_at_output(self) -> list[str]:
-        """Return the names of the log files that have grown; called in the disk's thread."""
-        grown = self.timeline.note()
-        if self.failures.under_torchrun:
-            with contextlib.suppress(OSError):  # workers that torchrun has started touch a file
-                touched = (self.failures.directory / HEARTBEAT).stat().st_mtime_ns
-                if touched != self._touched:
-                    self._touched, self.timeline.grown_at = touched, time.monotonic()
-        return grown
 
     def note_output(self, grown: Iterable[str]) -> None:
         """Record what the workers have written into these log files."""

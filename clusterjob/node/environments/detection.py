@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from typing import Any
 
 from clusterjob.node.environments import families
@@ -12,8 +12,6 @@ from clusterjob.node.environments.families import FAMILIES, Family
 from clusterjob.node.environments.topology import (
     NOWHERE,
     Finding,
-    Ignored,
-    Reading,
     Topology,
     Worker,
     whole_number,
@@ -25,14 +23,13 @@ SCHEMA = 1
 _MAX_TEXT = 1 << 20  # characters of a host file
 _TIMEOUT = 4.0  # seconds for `flux hostlist local`
 # (family, count, index): the launcher sets both. A batch script may export a count for its steps.
-# In a step a family applies, and then the count is not read.
+# In a step a family applies, and then the count is not read. No family reads PADDLE_TRAINER_ID.
 _COUNTS = (
     ("env", "WORLD_SIZE", "RANK"),
     ("openmpi", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK"),
     ("mvapich2", "MV2_COMM_WORLD_SIZE", "MV2_COMM_WORLD_RANK"),
-    ("lsf", "JSM_NAMESPACE_SIZE", "JSM_NAMESPACE_RANK"),
     ("hydra", "PMI_SIZE", "PMI_RANK"),
-    ("paddle", "PADDLE_TRAINERS_NUM", "PADDLE_TRAINER_ID"),
+    ("paddle", "PADDLE_TRAINERS_NUM", "RANK"),
     ("sagemaker", "SM_HOST_COUNT", "SM_CURRENT_HOST"),
 )
 _FIELDS = (
@@ -48,24 +45,21 @@ def detect(environ: Mapping[str, str]) -> Finding:
     conflict. The function reads only the mapping: no file, no socket, no clock. `look_up` adds the
     contents of files, sockets and commands that variables point at.
     """
-    ignored: tuple[Ignored, ...] = ()
-    applied: list[tuple[Family, Finding]] = []
-    for family in FAMILIES:
-        finding = family.detect(environ)
-        if finding.source == NOWHERE:
-            ignored += finding.ignored
-        else:
-            applied.append((family, finding))
+    findings = [(family, family.detect(environ)) for family in FAMILIES]
+    applied = [each for each in findings if each[1].source != NOWHERE]
     found = _compare(applied) if applied else _without_family(environ)
-    return replace(found, ignored=found.ignored + ignored + _unused_master(found, environ))
+    for _, other in findings:
+        if other.source == NOWHERE:
+            found.ignored |= other.ignored
+    _ignore_master(found)
+    return found
 
 
 def _compare(applied: Sequence[tuple[Family, Finding]]) -> Finding:
     """Return the first finding; add the others' variables as ignored, or a conflict with them."""
     (family, winner), *others = applied
-    used = {*winner.evidence.values(), *(item.variable for item in winner.ignored)}
-    ignored: dict[str, Ignored] = {}
-    conflicts: list[str] = []
+    used = {*winner.evidence.values(), *winner.ignored}
+    nodes, conflicts = [], []
     for other_family, other in others:
         why = (
             f"{winner.source} comes before {other.source}"
@@ -74,15 +68,11 @@ def _compare(applied: Sequence[tuple[Family, Finding]]) -> Finding:
         )
         for name in other.evidence.values():
             if name not in used:
-                ignored.setdefault(name, Ignored(name, why))
+                winner.ignored.setdefault(name, why)
         are_platforms = family.is_platform and other_family.is_platform
-        if not conflicts and (text := _disagreement(winner, other, are_platforms=are_platforms)):
-            conflicts.append(text)
-    nodes = [
-        other.source
-        for other_family, other in others
-        if other_family.is_platform and other.placement is not None
-    ]
+        conflicts.append(_disagreement(winner, other, are_platforms=are_platforms))
+        if other_family.is_platform and other.placement is not None:
+            nodes.append(other.source)
     names = sorted(set(winner.evidence.values()))
     if winner.source == "env" and winner.conflicts and nodes and names:
         text, verb = ", ".join(names), "describe" if len(names) > 1 else "describes"
@@ -90,12 +80,11 @@ def _compare(applied: Sequence[tuple[Family, Finding]]) -> Finding:
             f"{text} {verb} one process of a job, but the variables of {nodes[0]} describe "
             f"a node: unset {text}"
         )
-    return replace(
-        winner,
-        placement=None if conflicts else winner.placement,
-        ignored=winner.ignored + tuple(ignored.values()),
-        conflicts=tuple(conflicts) + winner.conflicts,
-    )
+    first = next(filter(None, conflicts), "")
+    if first:
+        winner.placement = None
+        winner.conflicts.insert(0, first)
+    return winner
 
 
 def _disagreement(winner: Finding, other: Finding, *, are_platforms: bool) -> str:
@@ -130,42 +119,33 @@ def _without_family(environ: Mapping[str, str]) -> Finding:
 
     Without this check each process would train its own copy of the model alone.
     """
+    found = Finding(NOWHERE, environ)
     for source, count, index in _COUNTS:
-        reading = Reading(environ, source, quoted=True)
-        value = reading.value(count)
-        if (whole_number(value) or 0) > 1 and not reading.is_set(index):
+        value = found.value(count)
+        if (whole_number(value) or 0) > 1 and not found.is_set(index):
             why = f"{index} is not set, but {count}={value}: the launcher sets both"
-            return Finding(source, None, conflicts=(why,))
-    reading = Reading(environ, "volcano", quoted=True)
+            return Finding(source, environ, conflicts=[why])
     for name in sorted(filter(families.VOLCANO_HOSTS.match, environ)):
-        hosts = reading.hosts(name)
+        hosts = found.hosts(name)
         if len(hosts) > 1:
             why = (
                 f"VC_TASK_INDEX is not set, but {name} lists {len(hosts)} hosts: "
                 "Volcano's env plugin sets it"
             )
-            return Finding("volcano", None, conflicts=(why,))
-    return Finding(NOWHERE, None)
+            return Finding("volcano", environ, conflicts=[why])
+    return found
 
 
-def _unused_master(found: Finding, environ: Mapping[str, str]) -> tuple[Ignored, ...]:
-    """Return MASTER_ADDR and MASTER_PORT as ignored, if they are set and not used.
-
-    Many scripts export these variables.
-    """
-    if found.conflicts:
-        return ()  # these variables may be the reason for the conflict
+def _ignore_master(found: Finding) -> None:
+    """Record MASTER_ADDR and MASTER_PORT as ignored if they are not used: many scripts set them."""
     why = (
         "no other variable gives a rank"
         if found.source == NOWHERE
         else f"{found.source} has its own variables for it"
     )
-    known = {*found.evidence.values(), *(item.variable for item in found.ignored)}
-    return tuple(
-        Ignored(name, why)
-        for name in ("MASTER_ADDR", "MASTER_PORT")
-        if environ.get(name, "").strip() and name not in known
-    )
+    if not found.conflicts:  # these variables may be the reason for a conflict
+        unused = {"MASTER_ADDR", "MASTER_PORT"} - {*found.evidence.values(), *found.ignored}
+        found.ignore(why, *sorted(unused))
 
 
 # -- values that variables point at ----------------------------------------------------------------
@@ -184,19 +164,10 @@ def look_up(environ: Mapping[str, str]) -> Mapping[str, str]:
     if environ.get("PALS_RANKID") and environ.get("PBS_NODEFILE"):
         text = files.read_text(environ["PBS_NODEFILE"], _MAX_TEXT)
         found[families.PALS_FIRST_NODE] = text.partition("\n")[0].strip()
-    if environ.get("JSM_NAMESPACE_RANK"):
-        found[families.LSF_OWN_NAME] = os.uname().nodename
-        if environ.get("LSB_DJOB_RANKFILE"):
-            path = environ["LSB_DJOB_RANKFILE"]
-            found[families.LSF_RANKFILE] = files.read_text(path, _MAX_TEXT)
-    if (
-        environ.get("FLUX_TASK_RANK")
-        and environ.get("FLUX_JOB_NNODES") != "1"
-        and not environ.get("MASTER_ADDR")
-    ):
-        found[families.FLUX_HOSTS] = processes.output_of(
-            families.FLUX_HOSTS.split(), environ, timeout=_TIMEOUT
-        )
+    several = environ.get("FLUX_TASK_RANK") and environ.get("FLUX_JOB_NNODES") != "1"
+    if several and not environ.get("MASTER_ADDR"):
+        command = families.FLUX_HOSTS.split()
+        found[families.FLUX_HOSTS] = processes.output_of(command, environ, timeout=_TIMEOUT)
     if environ.get("MPI_LOCALRANKID") and environ.get("PMI_FD") and not environ.get("MASTER_PORT"):
         found[families.HYDRA_PROXY] = _peer(environ["PMI_FD"])
     return {**environ, **found} if found else environ
@@ -209,15 +180,11 @@ def _peer(descriptor: str) -> str:
     """
     import socket
 
-    number = whole_number(descriptor)
-    if number is None or number > 1 << 20:
-        return ""
-    try:
-        with socket.socket(fileno=os.dup(number)) as link:
-            pid = network.peer_of(link)[0]
-    except OSError:
-        return ""
-    return str(pid) if pid > 0 else ""
+    refused = contextlib.suppress(OSError, ValueError, OverflowError)
+    with refused, socket.socket(fileno=os.dup(int(descriptor))) as link:
+        pid = network.peer_of(link)[0]
+        return str(pid) if pid > 0 else ""
+    return ""
 
 
 # -- clusterjob env --------------------------------------------------------------------------------
@@ -233,9 +200,9 @@ def describe(finding: Finding) -> dict[str, Any]:
         "source": finding.source,
         "level": finding.level,
         **{name: fields.get(name) for name in _FIELDS},
-        "evidence": dict(finding.evidence),
-        "ignored": [vars(item) for item in finding.ignored],
-        "conflicts": list(finding.conflicts),
+        "evidence": finding.evidence,
+        "ignored": [{"variable": name, "why": why} for name, why in finding.ignored.items()],
+        "conflicts": finding.conflicts,
     }
 
 

@@ -23,7 +23,7 @@ from clusterjob.errors import PlacementError
 from clusterjob.node.contract import World
 from clusterjob.node.environments.topology import (
     OWN_ADDRESS,
-    Reading,
+    Finding,
     Topology,
     Worker,
     candidate_ports,
@@ -32,7 +32,6 @@ from clusterjob.node.environments.topology import (
 from clusterjob.node.environments.worker_variables import LAUNCH_VARIABLES
 from clusterjob.node.system import network, processes
 from clusterjob.node.system.hostlist import expand_hostlist
-from clusterjob.node.system.network import is_loopback
 
 SOURCE = "slurm"
 # `srun_task` sets this variable to the value of RANK. It marks torch's variables as computed from
@@ -46,6 +45,7 @@ _MAX_NODES = 65536
 _TASKS = re.compile(r"([1-9]\d{0,17})(?:\(x([1-9]\d{0,17})\))?", re.ASCII)
 _LONGEST_LIST = 32768  # characters of the list of nodes in a message
 SIGNS = "SLURM_STEP_ID SLURM_PROCID SLURM_JOB_ID"  # the family applies if one of these is set
+_NPROC, _OWN_MASTER = "CLUSTERJOB_NPROC_PER_NODE", "CLUSTERJOB_MASTER_ADDR"
 _TIMEOUT = 4.0  # seconds for one scontrol command
 
 # Inside a job all of Slurm's variables belong to that job, except these, which locate the cluster.
@@ -87,13 +87,13 @@ _DEFAULTS_OF_SHAPE = frozenset(
 # -- the rank assignment of a task -----------------------------------------------------------------
 
 
-def place(reading: Reading) -> Topology | Worker | None:
+def place(found: Finding) -> Topology | Worker | None:
     """Return this task's placement: a `Topology` with one task per node, else a `Worker`.
 
     Returns:
         The placement; None with conflicts, or outside a step.
     """
-    step = reading.value("SLURM_STEP_ID")
+    step = found.value("SLURM_STEP_ID")
     number = whole_number(step)
     if step.lower() in ("", *_NO_STEPS) or (number or 0) >= _LOWEST_OF_NO_STEP:
         why = (
@@ -101,116 +101,89 @@ def place(reading: Reading) -> Topology | Worker | None:
             if step
             else "SLURM_STEP_ID is not set: this is a batch script or a shell, not a step of srun"
         )
-        reading.ignore(why, *SIGNS.split())
+        found.ignore(why, *SIGNS.split())
         return None
     if number is None:
-        reading.as_number("step", "SLURM_STEP_ID", step)
-    if reading.value("SLURM_HET_SIZE") not in ("", "0", "1"):
-        reading.conflicts.append(
+        found.as_number("step", "SLURM_STEP_ID", step)
+    if found.value("SLURM_HET_SIZE") not in ("", "0", "1"):
+        found.conflicts.append(
             "SLURM_HET_SIZE is set: the components of a heterogeneous job have no common ranks"
         )
-    return None if reading.conflicts else _place_task(reading)
+    return None if found.conflicts else _place_task(found)
 
 
-def _place_task(reading: Reading) -> Topology | Worker | None:
-    nnodes = reading.number("nnodes", "SLURM_STEP_NUM_NODES")
-    node_rank = reading.number("node_rank", "SLURM_NODEID")
-    reading.number("rank", "SLURM_PROCID")
-    reading.number("local_rank", "SLURM_LOCALID")
-    ntasks = reading.first_set("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS")
-    world_size = reading.number("world_size", ntasks)
-    tasks = _tasks_per_node(reading)
-    _read_master(reading, nnodes)
-    reading.number("master_port", "CLUSTERJOB_MASTER_PORT", "MASTER_PORT", required=False)
-    nproc = "CLUSTERJOB_NPROC_PER_NODE"
-    reading.number("nproc_per_node", nproc, required=False)
-    if reading.conflicts or nnodes is None or node_rank is None:
+def _place_task(found: Finding) -> Topology | Worker | None:
+    found.number("nnodes", "SLURM_STEP_NUM_NODES")
+    node_rank = found.number("node_rank", "SLURM_NODEID")
+    tasks = _tasks_per_node(found)
+    _read_master(found)
+    by_user = found.is_set(_OWN_MASTER)
+    if found.conflicts or node_rank is None:
         return None
-    if (len(tasks), sum(tasks)) != (nnodes, world_size):
-        reading.conflicts.append(
-            f"SLURM_STEP_TASKS_PER_NODE={reading.environ['SLURM_STEP_TASKS_PER_NODE'][:80]!r} "
-            f"gives {sum(tasks)} tasks on {len(tasks)} nodes, but "
-            f"SLURM_STEP_NUM_NODES={nnodes} and {ntasks}={world_size}"
-        )
-        return None
+    found.check_count("SLURM_STEP_TASKS_PER_NODE", tasks)
     if max(tasks) == 1:
-        for name in ("rank", "local_rank", "world_size", "local_world_size"):
-            del reading.evidence[name]
-        return reading.node(by_platform=False)
-    if reading.is_set(nproc):
-        del reading.evidence["nproc_per_node"]
-        reading.ignore("srun starts the processes itself", nproc)
+        del found.evidence["local_world_size"]
+        found.number("nproc_per_node", _NPROC, required=False)
+        return found.node(refuse_loopback=not by_user)
+    found.ignore("srun starts the processes itself", _NPROC)
+    found.number("rank", "SLURM_PROCID")
+    found.number("local_rank", "SLURM_LOCALID")
+    ntasks = found.first_set("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS")
+    world_size = found.number("world_size", ntasks)
+    if world_size not in (None, sum(tasks)):
+        found.conflicts.append(
+            f"SLURM_STEP_TASKS_PER_NODE={found.value('SLURM_STEP_TASKS_PER_NODE')[:80]!r} "
+            f"gives {sum(tasks)} tasks, and {ntasks}={world_size}"
+        )
     # The port needs a job id: without it all jobs would share one port.
-    if "master_port" not in reading.numbers and reading.text(
+    if "master_port" not in found.numbers and found.text(
         "master_port", "SLURM_JOB_ID", required=False
     ):
-        reading.numbers["master_port"] = rendezvous_port(reading.environ)
+        found.numbers["master_port"] = rendezvous_port(found.environ)
     # A task's own rank is used: with a cyclic distribution it cannot be computed from the node. A
     # larger node rank is refused.
-    reading.numbers["local_world_size"] = tasks[min(node_rank, nnodes - 1)]
-    return reading.worker(refuse_loopback=False)
+    found.numbers["local_world_size"] = tasks[min(node_rank, len(tasks) - 1)]
+    return found.worker(refuse_loopback=not by_user)
 
 
-def _tasks_per_node(reading: Reading) -> list[int]:
+def _tasks_per_node(found: Finding) -> list[int]:
     """Return the number of tasks on each node of the step; empty with a conflict.
 
     The variable contains a list such as ``8(x2),4``.
     """
     variable = "SLURM_STEP_TASKS_PER_NODE"
-    text = reading.text("local_world_size", variable)
+    text = found.text("local_world_size", variable)
     tasks: list[int] = []
     for item in text.split(",") if text else ():
-        found = _TASKS.fullmatch(item)
-        times = int(found[2] or 1) if found else 0
-        if not found or len(tasks) + times > _MAX_NODES:
-            reading.conflicts.append(f"{variable}={text[:80]!r} is not a list of numbers of tasks")
+        match = _TASKS.fullmatch(item)
+        times = int(match[2] or 1) if match else 0
+        if not match or len(tasks) + times > _MAX_NODES:
+            found.conflicts.append(f"{variable}={text[:80]!r} is not a list of numbers of tasks")
             return []
-        tasks += [int(found[1])] * times
+        tasks += [int(match[1])] * times
     return tasks
 
 
-def _read_master(reading: Reading, nnodes: int | None) -> None:
+def _read_master(found: Finding) -> None:
     """Read node 0's name: CLUSTERJOB_MASTER_ADDR, MASTER_ADDR or the step's first node."""
-    if reading.is_set("CLUSTERJOB_MASTER_ADDR"):
-        reading.host("CLUSTERJOB_MASTER_ADDR")
+    listed = "SLURM_STEP_NODELIST"
+    nodes = found.hostlist(listed)
+    if found.conflicts:
         return
-    given = reading.host("MASTER_ADDR", required=False)
-    if given and is_loopback(given) and nnodes != 1:
-        reading.conflicts.append(
-            f"MASTER_ADDR={given[:80]!r} is a loopback address, but there are {nnodes} nodes "
-            "(master_addr): set node 0's address in the network"
-        )
-        return
-    nodes = _hosts(reading, "SLURM_STEP_NODELIST", required=not given)
-    if not nodes:
-        return
-    first = nodes[0]
-    if not given:
-        reading.master_addr = first
-        if is_loopback(first) and nnodes != 1:
-            reading.conflicts.append(
-                f"SLURM_STEP_NODELIST begins with {first!r}, but there are {nnodes} nodes "
-                "(master_addr)"
+    found.find_master(
+        found.first_set(_OWN_MASTER, "MASTER_ADDR"),
+        found.first_set("CLUSTERJOB_MASTER_PORT", "MASTER_PORT"),
+        first=(listed, nodes[0] if nodes else ""),
+        missing=listed,
+    )
+    if nodes and found.evidence.get("master_addr") == "MASTER_ADDR":
+        short = [name.partition(".")[0] for name in (*nodes, *found.hostlist("SLURM_JOB_NODELIST"))]
+        given = found.master_addr.partition(".")[0]
+        if given in short and given != short[0]:
+            found.conflicts.append(
+                f"MASTER_ADDR={found.master_addr!r} is not the first of {listed}, {nodes[0]!r}, "
+                "where rank 0 runs"
             )
-        return
-    whole = "SLURM_JOB_NODELIST"
-    is_same = reading.value(whole) == reading.value("SLURM_STEP_NODELIST")
-    more = [] if is_same else _hosts(reading, whole, required=False)
-    others = {name.partition(".")[0] for name in [*nodes[1:], *more]}
-    if given.partition(".")[0] in others - {first.partition(".")[0]}:
-        reading.conflicts.append(
-            f"MASTER_ADDR={given[:80]!r} is not the first of SLURM_STEP_NODELIST, {first!r}, where "
-            "rank 0 runs"
-        )
-
-
-def _hosts(reading: Reading, variable: str, *, required: bool) -> list[str]:
-    # A list that is only compared is no evidence.
-    text = reading.text("master_addr", variable) if required else reading.value(variable)
-    hosts = reading.hostlist(variable)
-    if text and not hosts and not reading.conflicts:
-        reading.conflicts.append(f"{variable}={text[:80]!r} names no host (master_addr)")
-    return hosts
 
 
 # -- addresses -------------------------------------------------------------------------------------
@@ -258,34 +231,15 @@ def resolve_master_address(topology: Topology, environ: Mapping[str, str]) -> To
     error = network.why_unresolvable(topology.master_addr)
     if not error:
         return topology
-    address = (
-        OWN_ADDRESS
-        if topology.nnodes == 1
-        else _launch_address(topology, environ)
-        or next(iter(node_addresses(topology.master_addr, environ)), None)
-    )
-    if address is None:
+    alone = topology.nnodes == 1
+    addresses = [OWN_ADDRESS] if alone else node_addresses(topology.master_addr, environ)
+    if not addresses:
         raise PlacementError(
             f"node 0 is {topology.master_addr}, which does not resolve here ({error}), and Slurm "
             "gives no address for it",
             "`export MASTER_ADDR=ADDRESS` before srun sets the address of the step's first node",
         )
-    return replace(topology, master_addr=address)
-
-
-def _launch_address(topology: Topology, environ: Mapping[str, str]) -> str | None:
-    """Return the address of the node that ran srun, if that is node 0.
-
-    It is node 0 if srun ran in a batch script, which runs on the job's first node.
-    """
-    address = environ.get("SLURM_LAUNCH_NODE_IPADDR", "").strip()
-    if environ.get("ENVIRONMENT") != "BATCH" or not address or is_loopback(address):
-        return None
-    try:
-        first = expand_hostlist(environ.get("SLURM_JOB_NODELIST", ""))[:1]
-    except PlacementError:
-        return None
-    return address if first == [topology.master_addr] else None
+    return replace(topology, master_addr=addresses[0])
 
 
 def node_addresses(names: str, environ: Mapping[str, str]) -> list[str]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import socket
 from collections.abc import Mapping
-from dataclasses import replace
 
 from clusterjob.errors import PlacementError
 from clusterjob.node import contract
@@ -14,7 +13,6 @@ from clusterjob.node.environments.detection import detect, look_up
 from clusterjob.node.environments.topology import (
     OWN_ADDRESS,
     Finding,
-    Reading,
     Topology,
     whole_number,
 )
@@ -46,7 +44,7 @@ def find_node(environ: Mapping[str, str]) -> Finding:
             "use `srun --ntasks-per-node=1 clusterjob launch ...`; to use this node only, set"
             " CLUSTERJOB_NNODES=1 CLUSTERJOB_NODE_RANK=0",
         )
-    alone = Topology(
+    finding.placement = Topology(
         1,
         0,
         nproc_per_node=None,
@@ -54,7 +52,7 @@ def find_node(environ: Mapping[str, str]) -> Finding:
         master_port=None,
         source=finding.source,
     )
-    return replace(finding, placement=alone)
+    return finding
 
 
 def node_of(finding: Finding) -> Topology:
@@ -78,7 +76,7 @@ def peers(topology: Topology, environ: Mapping[str, str]) -> list[str]:
     if topology.source == mlp_env.SOURCE:
         return mlp_env.peers(environ, topology.nnodes)
     if topology.source == "skypilot":
-        return Reading(environ, topology.source).hosts("SKYPILOT_NODE_IPS")
+        return Finding(topology.source, environ).hosts("SKYPILOT_NODE_IPS")
     return []
 
 

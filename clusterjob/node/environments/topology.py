@@ -2,12 +2,13 @@
 
 A platform that starts one command per node gives a `Topology`; a launcher then starts the workers.
 A platform that starts one command per process gives a `Worker`. With two types, node ranks are not
-used as process ranks by mistake. A `Reading` records which variable gave which field.
+used as process ranks by mistake. A `Finding` records which variable gave which field.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import re
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from clusterjob.errors import PlacementError
@@ -21,6 +22,18 @@ PORTS = 16  # number of a job's candidate ports
 _LOWEST, _HIGHEST = 20000, 32000
 _MAX_NAME = 255  # characters of a host name
 _MAX_DIGITS = 19  # a text with this many digits or more is not a valid number
+_MOST = 1 << 24  # nodes, or processes
+# By field, its least value, and its greatest one or the field with the count that limits it.
+_RANGES: dict[str, tuple[int, int | str]] = {
+    "nnodes": (1, _MOST),
+    "node_rank": (0, "nnodes"),
+    "nproc_per_node": (1, _MOST),
+    "master_port": (1, 65535),
+    "world_size": (1, _MOST),
+    "rank": (0, "world_size"),
+    "local_world_size": (1, "world_size"),
+    "local_rank": (0, "local_world_size"),
+}
 
 
 @dataclass(frozen=True)
@@ -34,9 +47,6 @@ class Topology:
         master_addr: host name or address at which the other nodes reach node 0.
         master_port: TCP port on node 0 that the platform reserved; None if it gives none.
         source: the family of variables that was read.
-
-    Raises:
-        PlacementError: a number is out of range, or the master has no address.
     """
 
     nnodes: int
@@ -45,23 +55,6 @@ class Topology:
     master_addr: str
     master_port: int | None
     source: str
-
-    def __post_init__(self) -> None:
-        if self.nnodes < 1:
-            raise PlacementError(f"nnodes is {self.nnodes}: a job has at least 1 node")
-        if not 0 <= self.node_rank < self.nnodes:
-            raise PlacementError(
-                f"node_rank is {self.node_rank}, outside 0..{self.nnodes - 1} (nnodes is "
-                f"{self.nnodes})"
-            )
-        if self.nproc_per_node is not None and self.nproc_per_node < 1:
-            raise PlacementError(
-                f"nproc_per_node is {self.nproc_per_node}: a node has at least 1 worker"
-            )
-        if self.master_port is not None and not 0 < self.master_port < 65536:
-            raise PlacementError(f"master_port is {self.master_port}, outside 1..65535")
-        if not self.master_addr:
-            raise PlacementError("master_addr is empty")
 
 
 @dataclass(frozen=True)
@@ -74,9 +67,6 @@ class Worker:
         local_rank: index of the process on its node, 0 to local_world_size - 1.
         world_size: number of processes in the job.
         local_world_size: number of processes on this node.
-
-    Raises:
-        PlacementError: a number is out of range.
     """
 
     topology: Topology
@@ -85,51 +75,33 @@ class Worker:
     world_size: int
     local_world_size: int
 
-    def __post_init__(self) -> None:
-        if self.world_size < 1:
-            raise PlacementError(f"world_size is {self.world_size}: a job has at least 1 process")
-        if not 0 <= self.rank < self.world_size:
-            raise PlacementError(
-                f"rank is {self.rank}, outside 0..{self.world_size - 1} (world_size is "
-                f"{self.world_size})"
-            )
-        if not 1 <= self.local_world_size <= self.world_size:
-            raise PlacementError(
-                f"local_world_size is {self.local_world_size}, outside 1..{self.world_size}"
-            )
-        if not 0 <= self.local_rank < self.local_world_size:
-            raise PlacementError(
-                f"local_rank is {self.local_rank}, outside 0..{self.local_world_size - 1} "
-                f"(local_world_size is {self.local_world_size})"
-            )
 
-
-@dataclass(frozen=True)
-class Ignored:
-    """A variable that is set but was not used, and the reason."""
-
-    variable: str
-    why: str
-
-
-@dataclass(frozen=True)
+@dataclass
 class Finding:
     """The rank assignment that one family of variables gives this process or node.
 
+    The methods read variables into the fields of the assignment, and note what is wrong.
+
     Attributes:
         source: the family, such as ``torchrun``; ``none`` if no family applies.
+        environ: the mapping of variables.
         placement: a `Worker` or a `Topology`; None if nothing was found or there are conflicts.
+        numbers: the value of each field that is a number.
+        master_addr: the host of rank 0; empty if it is not known.
         evidence: the variable that gave each field.
-        ignored: variables that are set but were not used.
-        conflicts: one line for each reason why the variables give no rank assignment; empty
-            without such reasons.
+        conflicts: one line for each reason why the variables give no rank assignment. A required
+            field that could not be read has one.
+        ignored: variables that are set but were not used, with the reason.
     """
 
     source: str
-    placement: Topology | Worker | None
-    evidence: Mapping[str, str] = field(default_factory=dict)
-    ignored: tuple[Ignored, ...] = ()
-    conflicts: tuple[str, ...] = ()
+    environ: Mapping[str, str] = field(default_factory=dict, compare=False, repr=False)
+    placement: Topology | Worker | None = None
+    numbers: dict[str, int] = field(default_factory=dict)
+    master_addr: str = ""
+    evidence: dict[str, str] = field(default_factory=dict)
+    conflicts: list[str] = field(default_factory=list)
+    ignored: dict[str, str] = field(default_factory=dict)
 
     @property
     def level(self) -> str:
@@ -153,36 +125,17 @@ class Finding:
             )
         return self
 
+    # -- reading -----------------------------------------------------------------------------------
 
-class Reading:
-    """The variables of one family, and the fields of a rank assignment that they give.
+    def value(self, variable: str) -> str:
+        """Return the variable's value; empty if it is unset. No evidence is recorded.
 
-    Attributes:
-        environ: the mapping of variables.
-        source: the family.
-        numbers: the value of each field that is a number.
-        master_addr: the host of rank 0; empty if it is not known.
-        evidence: the variable that gave each field.
-        conflicts: the errors so far. A required field that could not be read has one.
-        ignored: variables that are set but are not used.
-    """
-
-    def __init__(self, environ: Mapping[str, str], source: str, *, quoted: bool = False) -> None:
-        """Prepare to read the mapping.
-
-        Args:
-            environ: the mapping.
-            source: the family.
-            quoted: whether to remove quotes around values, left by a shell or a YAML file.
+        White space around it is removed, then quotes, left by a shell or a YAML file.
         """
-        self.environ = environ
-        self.source = source
-        self._quoted = quoted
-        self.numbers: dict[str, int] = {}
-        self.master_addr = ""
-        self.evidence: dict[str, str] = {}
-        self.conflicts: list[str] = []
-        self.ignored: list[Ignored] = []
+        value = self.environ.get(variable, "").strip()
+        if len(value) > 1 and value[0] == value[-1] and value[0] in "'\"":
+            value = value[1:-1].strip()
+        return value
 
     def is_set(self, *variables: str) -> bool:
         """Return whether any of these variables has a value."""
@@ -194,16 +147,6 @@ class Reading:
         If no variable has a value, return the first variable, which an error message then names.
         """
         return next((variable for variable in variables if self.value(variable)), variables[0])
-
-    def value(self, variable: str) -> str:
-        """Return the variable's value without surrounding white space; empty if it is unset.
-
-        With ``quoted``, surrounding quotes are removed too. No evidence is recorded.
-        """
-        value = self.environ.get(variable, "").strip()
-        if self._quoted and len(value) > 1 and value[0] == value[-1] and value[0] in "'\"":
-            value = value[1:-1].strip()
-        return value
 
     def text(self, field_name: str, variable: str, *, required: bool = True) -> str:
         """Return the variable's value; empty if it is unset, which is a conflict if required."""
@@ -234,31 +177,22 @@ class Reading:
             self.numbers[field_name] = found
         return found
 
-    def host(self, variable: str, *, required: bool = True) -> str:
-        """Read rank 0's host from a variable; a text that is not a host is a conflict."""
-        value = self.text("master_addr", variable, required=required)
-        return self.as_host(variable, value) if value else ""
-
-    def as_host(self, variable: str, text: str) -> str:
-        """Read rank 0's host from a part of a variable's value.
+    def host(self, variable: str, text: str | None = None) -> None:
+        """Read rank 0's host from a variable; a text that is not a host is a conflict.
 
         Brackets around an IPv6 address are removed. Several addresses of the host have commas
         between them.
 
-        Returns:
-            The host, which is then `master_addr`; empty with a conflict.
+        Args:
+            variable: the variable.
+            text: the part of its value that names the host; None for all.
         """
+        text = self.text("master_addr", variable) if text is None else text
         name = text[1:-1] if text.startswith("[") and text.endswith("]") else text
-        if (
-            not name
-            or len(name) > _MAX_NAME
-            or not all(letter.isalnum() or letter in "._-:%," for letter in name)
-        ):
+        if name and len(name) <= _MAX_NAME and not re.search(r"[^\w.\-:%,]", name):
+            self.evidence["master_addr"], self.master_addr = variable, name
+        elif text:
             self.conflicts.append(f"{variable}={text[:80]!r} is not a host (master_addr)")
-            return ""
-        self.evidence["master_addr"] = variable
-        self.master_addr = name
-        return name
 
     def endpoint(self, variable: str, text: str) -> None:
         """Read rank 0's host and port from a text such as ``host:port``, ``[v6]:port``, ``host``.
@@ -268,11 +202,9 @@ class Reading:
             text: the text.
         """
         host, port = _split(text)
-        self.as_host(variable, host)
-        if whole_number(port) is not None:
+        self.host(variable, host)
+        if port:
             self.as_number("master_port", variable, port)
-        elif port:
-            self.conflicts.append(f"{variable}={text[:80]!r} does not end in a port (master_port)")
 
     def hosts(self, variable: str) -> list[str]:
         """Return a variable's hosts without their ports; empty if the variable is not set.
@@ -292,6 +224,14 @@ class Reading:
         except PlacementError as error:
             self.conflicts.append(f"{variable}: {error.message}")
             return []
+
+    def check_count(self, variable: str, hosts: Sequence[object]) -> None:
+        """Add a conflict if a list of the nodes does not have as many as the number of nodes."""
+        if hosts and self.numbers.get("nnodes") not in (None, len(hosts)):
+            self.conflicts.append(
+                f"{variable} lists {len(hosts)} nodes, "
+                f"{self.evidence['nnodes']} is {self.numbers['nnodes']}"
+            )
 
     def find_master(
         self,
@@ -314,7 +254,7 @@ class Reading:
         if self.is_set(addr):
             self.host(addr)
         elif first[1]:
-            self.as_host(*first)
+            self.host(*first)
         elif self.alone:
             self.master_addr = OWN_ADDRESS
         else:
@@ -330,24 +270,23 @@ class Reading:
 
     def ignore(self, why: str, *variables: str) -> None:
         """Record as ignored each of these variables that is set."""
-        self.ignored += [Ignored(name, why) for name in variables if self.is_set(name)]
+        self.ignored |= {name: why for name in variables if self.is_set(name)}
 
-    def node(self, *, by_platform: bool = True) -> Topology | None:
+    # -- placements --------------------------------------------------------------------------------
+
+    def node(self, *, refuse_loopback: bool = True) -> Topology | None:
         """Return the placement of a node, or None with conflicts.
 
-        The index of a single node need not be set.
+        The index of a single node need not be set. 0 workers, for a machine without GPUs, count as
+        unset.
 
         Args:
-            by_platform: whether a platform sets the variables. Then 0 workers, for a machine
-                without GPUs, count as unset, and a loopback address for several nodes is refused.
-
-        Raises:
-            PlacementError: a number is out of range.
+            refuse_loopback: whether to refuse a loopback address for several nodes.
         """
-        if by_platform and self.numbers.get("nproc_per_node") == 0:
+        if self.numbers.get("nproc_per_node") == 0:
             del self.numbers["nproc_per_node"], self.evidence["nproc_per_node"]
         self.numbers.setdefault("node_rank", 0)
-        return None if self.conflicts else self._topology(refuse_loopback=by_platform)
+        return self._topology(refuse_loopback=refuse_loopback)
 
     def worker(self, *, refuse_loopback: bool = True) -> Worker | None:
         """Return the placement of a process, or None with conflicts.
@@ -357,63 +296,44 @@ class Reading:
 
         Args:
             refuse_loopback: whether to refuse a loopback address for several nodes.
-
-        Raises:
-            PlacementError: a number is out of range.
         """
         if self.conflicts:
             return None
         numbers = self.numbers
         rank, world_size = numbers["rank"], numbers["world_size"]
-        size = max(1, numbers["local_world_size"])
-        numbers["nproc_per_node"] = numbers["local_world_size"]
+        size = numbers["nproc_per_node"] = max(1, numbers["local_world_size"])
         nnodes = numbers.setdefault("nnodes", max(1, -(-world_size // size)))
         numbers.setdefault("node_rank", min(rank // size, nnodes - 1))
-        return Worker(
-            self._topology(refuse_loopback=refuse_loopback),
-            rank,
-            local_rank=numbers["local_rank"],
-            world_size=world_size,
-            local_world_size=numbers["local_world_size"],
-        )
+        topology = self._topology(refuse_loopback=refuse_loopback)
+        local_rank = numbers["local_rank"]
+        return None if topology is None else Worker(topology, rank, local_rank, world_size, size)
 
-    def _topology(self, *, refuse_loopback: bool) -> Topology:
-        nnodes = self.numbers["nnodes"]
-        if refuse_loopback and nnodes > 1 and is_loopback(self.master_addr):
-            name = self.evidence.get("master_addr", "the master's address")
+    def _topology(self, *, refuse_loopback: bool) -> Topology | None:
+        numbers = self.numbers
+        for name, (least, limit) in _RANGES.items():
+            most, of = limit, ""
+            if isinstance(limit, str):
+                count = numbers.get(limit, _MOST)
+                most, of = count - 1 + least, f" ({self.evidence.get(limit, limit)}={count})"
+            if name in numbers and not least <= numbers[name] <= int(most):
+                where = f"{self.evidence[name]}: " if name in self.evidence else ""
+                text = f"{where}{name} is {numbers[name]}, outside {least}..{most}{of}"
+                self.conflicts.append(text)
+        if refuse_loopback and numbers.get("nnodes", 1) > 1 and is_loopback(self.master_addr):
+            variable = self.evidence.get("master_addr", "the master's address")
             self.conflicts.append(
-                f"{name} is {self.master_addr!r}, a loopback address, but there are {nnodes} nodes "
-                "(master_addr): set node 0's address in the network"
+                f"{variable} is {self.master_addr!r}, a loopback address, but there are "
+                f"{numbers['nnodes']} nodes (master_addr): set node 0's address in the network"
             )
+        if self.conflicts:
+            return None
         return Topology(
-            nnodes,
-            self.numbers["node_rank"],
-            nproc_per_node=self.numbers.get("nproc_per_node"),
+            numbers["nnodes"],
+            numbers["node_rank"],
+            nproc_per_node=numbers.get("nproc_per_node"),
             master_addr=self.master_addr,
-            master_port=self.numbers.get("master_port"),
+            master_port=numbers.get("master_port"),
             source=self.source,
-        )
-
-    def finding(self, place: Callable[[Reading], Topology | Worker | None]) -> Finding:
-        """Return what a function finds in this reading; its source is ``none`` if that is nothing.
-
-        Args:
-            place: returns the placement, or None with conflicts or if the family does not apply.
-                A `PlacementError` that it raises is a conflict.
-        """
-        placement = None
-        try:
-            placement = place(self)
-        except PlacementError as error:
-            # The message begins with the field's name.
-            variable = self.evidence.get(error.message.partition(" ")[0])
-            self.conflicts.append(f"{variable}: {error.message}" if variable else error.message)
-        return Finding(
-            source=self.source if self.conflicts or placement else NOWHERE,
-            placement=None if self.conflicts else placement,
-            evidence=dict(self.evidence),
-            ignored=tuple(self.ignored),
-            conflicts=tuple(self.conflicts),
         )
 
 

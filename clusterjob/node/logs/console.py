@@ -45,7 +45,7 @@ from clusterjob.node.system.sanitize import sanitize
 from clusterjob.node.system.shared_note import SharedNote
 from clusterjob.node.verdict import Verdict
 
-MAX_TEXT = 8000  # bytes of text on one numbered line
+MAX_TEXT = 4000  # characters of text on one numbered line, at most 16,000 bytes
 _LINE = re.compile(
     r"(?P<number>[1-9]\d{0,11})(?:@(?P<seconds>\d{1,12}\.\d))? "
     r"(?:\[(?P<label>(?:\d{1,9}(?:-\d{1,9})?|node\d{1,9})"
@@ -125,16 +125,13 @@ class LineWriter:
         )
 
     def _line(self, mark: str, text: str, stamp: str = "") -> str:
-        data, found = text.encode(errors="backslashreplace"), []
-        while True:
-            end = MAX_TEXT
-            while end < len(data) and data[end] & 0xC0 == 0x80:  # do not split a character
-                end -= 1
-            piece, data = data[:end].decode(), data[end:]
-            found.append(f"{self.next}{stamp} {mark}{'+' if data else ''} {piece}\n")
+        text = text.encode(errors="backslashreplace").decode()
+        begins, found = range(0, len(text) or 1, MAX_TEXT), ""
+        for begin in begins:
+            more = "" if begin == begins[-1] else "+"
+            found += f"{self.next}{stamp} {mark}{more} {text[begin : begin + MAX_TEXT]}\n"
             self.next, stamp = self.next + 1, ""
-            if not data:
-                return "".join(found)
+        return found
 
 
 def parse_line(line: str) -> NumberedLine | None:
@@ -157,14 +154,15 @@ def label_ranks(label: str) -> list[int | None]:
     """Return the ranks of a label; None stands for a node's torchrun."""
     found: list[int | None] = []
     for part in label.split(","):
+        first, _, last = part.partition("-")
         if part.startswith("node"):
             found.append(None)
-            continue
-        first, _, last = part.partition("-")
-        found += range(int(first), min(int(last or first), int(first) + _MAX_RANKS_OF_LABEL) + 1)
+        else:
+            end = min(int(last or first), int(first) + _MAX_RANKS_OF_LABEL)
+            found += range(int(first), end + 1)
         if len(found) > _MAX_RANKS_OF_LABEL:
-            return found[:_MAX_RANKS_OF_LABEL]
-    return found
+            break
+    return found[:_MAX_RANKS_OF_LABEL]
 
 
 def refusal_line(exit_code: int, host: str, why: str) -> str:
@@ -194,39 +192,28 @@ class LiveLines:
 
     def show(self, lines: Sequence[str]) -> None:
         """Replace the shown lines with these lines."""
-        if not self.has_terminal or not (lines or self._shown) or (size := self._size()) is None:
-            return
-        most = max(1, min(_MAX_LINES, size.lines - 1))
-        wanted = [_cut(sanitize(line), (size.columns or 80) - 1) for line in lines[:most]]
-        if len(lines) > most:
-            wanted[-1] = f"... and {len(lines) - most + 1} more ranks"
-        if wanted == self._shown:
-            return
-        self.clear()
-        if wanted:
-            self._write("\n".join(wanted))
-        self._shown = wanted
+        if self.has_terminal and (lines or self._shown):
+            try:
+                self._draw(lines)
+            except OSError:  # the terminal was closed
+                self.has_terminal = False
 
     def clear(self) -> None:
         """Erase the lines; call it before other output is printed."""
-        shown, self._shown = self._shown, []
-        if shown and (size := self._size()) is not None:
-            columns = size.columns or 80  # a terminal that became narrower wraps the lines
-            rows = sum(max(1, -(-_width(line) // columns)) for line in shown)
-            self._write((_UP.format(rows - 1) if rows > 1 else "") + _ERASE)
+        self.show(())
 
-    def _size(self) -> os.terminal_size | None:
-        try:
-            return os.get_terminal_size(sys.stderr.fileno())
-        except OSError:
-            self.has_terminal = False  # the terminal was closed
-            return None
-
-    def _write(self, text: str) -> None:
-        try:
-            _write_text(sys.stderr, text)
-        except OSError:
-            self.has_terminal = False  # the terminal was closed
+    def _draw(self, lines: Sequence[str]) -> None:
+        size = os.get_terminal_size(sys.stderr.fileno())
+        columns, most = size.columns or 80, max(1, min(_MAX_LINES, size.lines - 1))
+        wanted = [_cut(sanitize(line), columns - 1) for line in lines[:most]]
+        if len(lines) > most:
+            wanted[-1] = f"... and {len(lines) - most + 1} more ranks"
+        if wanted != self._shown:
+            # A terminal that became narrower wraps the lines.
+            rows = sum(max(1, -(-_width(line) // columns)) for line in self._shown)
+            erase = (_UP.format(rows - 1) if rows > 1 else "") + (_ERASE if rows else "")
+            self._shown = wanted
+            _write_text(sys.stderr, erase + "\n".join(wanted))
 
 
 def _width(text: str) -> int:

@@ -27,12 +27,9 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import json
 import os
 import re
-import stat
 import time
-import zlib
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -50,7 +47,7 @@ from clusterjob.node.logs.job_dir import (
     RESULT,
 )
 from clusterjob.node.logs.log_files import last_lines, node_directory
-from clusterjob.node.system import files
+from clusterjob.node.system import files, private_dirs
 from clusterjob.node.verdict import Failure, FailureKind, JobState, Verdict
 
 # Directory for verdicts that cannot be written to the job's directory. It is used only if it
@@ -244,25 +241,18 @@ def written(job_dir: Path, attempt: int | None = 0) -> list[dict[str, Any]]:
 def files_in_code() -> str:
     """Return a line with the files that a job wrote into its copy of the code; empty if none.
 
-    The variables of the agent, the caller, name the copy.
+    The variables of the agent, the caller, name the copy. The list of its files is newer than they.
     """
-    environ = os.environ
-    tree = environ.get(contract.CODE_TREE) or environ.get(contract.CODE_DIR, "")
+    tree = os.environ.get(contract.CODE_TREE) or os.environ.get(contract.CODE_DIR, "")
     found: list[str] = []
     begin = time.monotonic()
-    with contextlib.suppress(OSError, ValueError, LookupError, TypeError, zlib.error):
-        listed = Path(tree).with_name(CODE_LIST) if os.path.basename(tree) == CODE else Path()
-        since = listed.stat().st_mtime_ns  # it is newer than the copy
-        rows = json.loads(zlib.decompress(listed.read_bytes()))
-        known = {path: (kind, size) for path, kind, _, size, _ in rows}
-        for folder, directories, names in os.walk(tree):
+    with contextlib.suppress(OSError, ValueError):
+        since = Path(tree).with_name(CODE_LIST).stat().st_mtime_ns
+        for folder, directories, names in os.walk(tree if os.path.basename(tree) == CODE else ""):
             directories[:] = [name for name in directories if name not in _NOT_WRITTEN]
-            for path in (os.path.join(folder, name) for name in names):
-                name, status = os.path.relpath(path, tree), os.lstat(path)
-                kind, size = known.get(name, ("", 0))
-                changed = status.st_size != size or status.st_mtime_ns > since
-                if not kind or (kind == "file" and changed):
-                    found.append(name[:200])
+            paths = [os.path.join(folder, name) for name in names]
+            new = [path for path in paths if os.lstat(path).st_mtime_ns > since]
+            found += [os.path.relpath(path, tree)[:200] for path in new]
             if len(found) > _MAX_NAMED or time.monotonic() - begin > _MAX_WALK:
                 break
     shown = ", ".join(found[:_MAX_NAMED]) + ", ..." * (len(found) > _MAX_NAMED)
@@ -341,12 +331,10 @@ def read_result(job_dir: Path) -> Verdict | None:
 def _aside(job_dir: Path) -> Path:
     """Return the file for a verdict that cannot be written to the job's directory.
 
-    If another user created the directory in /tmp, the path is one that cannot exist.
+    If another user made or could change the directory in /tmp, the path is one that cannot exist.
     """
     with contextlib.suppress(OSError):
-        found = _ASIDE.lstat()
-        owned = stat.S_ISDIR(found.st_mode) and found.st_uid == os.geteuid()
-        if owned and not found.st_mode & 0o077:
+        if not private_dirs.exposed(_ASIDE):
             return _ASIDE / f"{hashlib.sha256(os.fsencode(job_dir)).hexdigest()}.json"
     return Path(os.devnull, "none")
 

@@ -376,13 +376,11 @@ def straggler_lines(stragglers: Iterable[Straggler]) -> list[str]:
     found = []
     for own in by_node.values():
         worst = max(own, key=lambda each: each.waited)
-        several = len(own) > 1
+        they, them = ("ranks", "them") if len(own) > 1 else ("rank", "it")
         numbers = ", ".join(ranges(sorted(each.rank for each in own)))
-        of_node = f"(node {worst.node_rank}{f', {worst.host}' if worst.host else ''})"
+        node = ", ".join(filter(None, (f"node {worst.node_rank}", worst.host)))
         waits = f"the others wait {_seconds(worst.waited)} of each {_seconds(worst.step)} step"
-        them = "them" if several else "it"
-        line = f"rank{'s' if several else ''} {numbers} {of_node}: {waits} for {them}"
-        found.append((worst.waited, line))
+        found.append((worst.waited, f"{they} {numbers} ({node}): {waits} for {them}"))
     return [line for _, line in sorted(found, reverse=True)]
 
 

@@ -13,24 +13,16 @@ from collections.abc import Sequence
 
 from clusterjob.node.verdict import FailureKind
 
-
-class Meaning(enum.Enum):
-    """The meaning of an error text."""
-
-    PEER_LOST = enum.auto()  # the connection to another worker is lost
-    RANKS_MISSING = enum.auto()  # other ranks did not join
-    PEER_FAILED = enum.auto()  # another worker has an error, and this one raises its own
-    TERMINATED = enum.auto()  # SIGTERM ended a process that the worker needs
-    CHILD_KILLED = enum.auto()  # SIGKILL may have ended a process that the worker needs
-    NO_GPU_FOR_NCCL = enum.auto()
-    OOM_DEVICE = enum.auto()
-    DEVICE = enum.auto()
-    DISK = enum.auto()
-    OOM_HOST = enum.auto()
-    IMPORT = enum.auto()
-    IN_TORCH_DISTRIBUTED = enum.auto()  # the failure is inside torch.distributed
-
-
+# The meanings of an error text.
+# PEER_LOST: the connection to another worker is lost. RANKS_MISSING: other ranks did not join.
+# PEER_FAILED: another worker has an error, and this one raises its own. TERMINATED, CHILD_KILLED:
+# SIGTERM ended, or SIGKILL may have ended, a process that the worker needs. IN_TORCH_DISTRIBUTED:
+# the failure is inside torch.distributed. The others have the name of a `FailureKind`.
+Meaning = enum.Enum(
+    "Meaning",
+    "PEER_LOST RANKS_MISSING PEER_FAILED TERMINATED CHILD_KILLED NO_GPU_FOR_NCCL OOM_DEVICE DEVICE "
+    "DISK OOM_HOST IMPORT IN_TORCH_DISTRIBUTED",
+)
 _FULL_DISK = "No space left on device"
 # Meaning, pattern, and the source of the text.
 _RULES = (

@@ -47,7 +47,6 @@ TIMELINE = "timeline"
 PHASES = "phases.jsonl"  # see `clusterjob.node.logs.events`
 ENVIRONMENT = "environment.jsonl"  # see `clusterjob.node.logs.events`
 METRICS = "metrics.jsonl"  # see `clusterjob.node.metrics.samples`
-HEARTBEAT = "heartbeat"  # touched by workers that torchrun has started; see `ctx.heartbeat()`
 
 
 def event_files(job_dir: Path) -> list[Path]:

@@ -47,7 +47,7 @@ _MAX_HELD, _MAX_HELD_BYTES = 5_000, 4 << 20  # maximum lines and bytes to hold b
 _MAX_AHEAD = 32  # maximum lines of one rank to look at for an equal line
 # One line of a timeline: seconds, node, order and size of a file; see `by_start`.
 _Note = tuple[float, int, tuple[int, int, int, str], int]
-_NOTE = re.compile(r"(\d+\.\d{3}) (\S+) (\d{1,18})", re.ASCII)
+NOTE = re.compile(r"(\d{1,12}\.\d{3}) (\S{1,80}) (\d{1,18})", re.ASCII)  # a line of a timeline
 _NODE = re.compile(r"node(\d{1,9})", re.ASCII)
 FILE_NAME = re.compile(
     r"(?:rank(?P<rank>\d{1,9})|torchrun)(?:\.attempt(?P<attempt>\d{1,9}))?"
@@ -119,12 +119,11 @@ def last_lines(path: Path, count: int = 20, limit: int = 8192) -> tuple[str, ...
         count: the maximum number of lines.
         limit: the maximum number of bytes to read from the end.
     """
-    try:
-        with open_regular(path) as stream:
-            stream.seek(max(0, os.fstat(stream.fileno()).st_size - limit))
-            lines = [shown(part).rstrip() for part in stream.read().split(b"\n")]
-    except OSError:
-        return ()
+    data = b""
+    with contextlib.suppress(OSError), open_regular(path) as stream:
+        stream.seek(max(0, os.fstat(stream.fileno()).st_size - limit))
+        data = stream.read()
+    lines = [shown(part).rstrip() for part in data.split(b"\n")]
     return tuple(line for line in lines if line)[-count:]
 
 
@@ -198,18 +197,16 @@ class Timeline:
         An error such as a full disk loses the record: readers then read that part of the files at
         the end.
         """
-        moment = f"{time.time():.3f}"
-        grown: dict[str, str] = {}
-        for name, old in sorted(self._sizes.items()):
-            size = size_of(self._directory / name)
-            if size > old:
-                self._sizes[name] = size
-                grown[name] = f"{moment} {name} {size}\n"
+        sizes = {name: size_of(self._directory / name) for name in sorted(self._sizes)}
+        grown = [name for name, size in sizes.items() if size > self._sizes[name]]
         if grown:
+            self._sizes = sizes
             self.grown_at = time.monotonic()
+            moment = time.time()
+            text = "".join(f"{moment:.3f} {name} {sizes[name]}\n" for name in grown)
             with contextlib.suppress(OSError):
-                self._file.write("".join(grown.values()).encode())
-        return list(grown)
+                self._file.write(text.encode())
+        return grown
 
 
 @dataclass(slots=True)  # not frozen: a large output has millions of them
@@ -235,8 +232,16 @@ class LogLine:
 
 
 @dataclass
-class _File:
-    """The reading state of one file; `rest` is the beginning of a line that has no newline yet."""
+class LogFile:
+    """A file that grows, or a timeline, as far as it was read.
+
+    Attributes:
+        node_rank, rank, stream: those of its lines.
+        path: the file.
+        raw: see `LogReader`.
+        offset: the bytes that were read.
+        rest: the beginning of a line that has no newline yet.
+    """
 
     node_rank: int
     rank: int | None
@@ -245,7 +250,6 @@ class _File:
     raw: bool = False
     offset: int = 0
     rest: bytes = b""
-    late: bool = True  # whether `rest` was recorded late enough for the reader
 
     def lines_up_to(self, size: int | None, seconds: float = 0.0) -> Iterator[list[LogLine]]:
         """Yield the lines up to this file size, in batches that need little memory.
@@ -254,11 +258,7 @@ class _File:
             size: the size in bytes; None for the whole file.
             seconds: the time of the lines.
         """
-        try:
-            stream = open_regular(self.path, buffering=0)
-        except OSError:
-            return
-        with stream:
+        with contextlib.suppress(OSError), open_regular(self.path, buffering=0) as stream:
             end = os.fstat(stream.fileno()).st_size
             end = end if size is None else min(size, end)
             stream.seek(self.offset)
@@ -272,16 +272,13 @@ class _File:
                 yield lines
 
     def last_line(self, seconds: float) -> list[LogLine]:
+        """Return the line without a newline, and forget it."""
         rest, self.rest = self.rest, b""
         return self._lines(rest, seconds, ended=False) if rest else []
 
     def skip_to_tail(self, count: int) -> None:
         """Continue at the last `count` lines, without reading the lines before them."""
-        try:
-            stream = open_regular(self.path, buffering=0)
-        except OSError:
-            return
-        with stream:
+        with contextlib.suppress(OSError), open_regular(self.path, buffering=0) as stream:
             begin = os.fstat(stream.fileno()).st_size
             left = count + 1  # the last line may have a newline
             while begin > 0:
@@ -353,8 +350,8 @@ class LogReader:
         self._last = last
         self._begins: dict[int, float] = {}
         self._raw = raw
-        self._files: dict[tuple[int, str], _File] = {}
-        self._timelines: dict[int, _File] = {}
+        self._files: dict[tuple[int, str], LogFile] = {}
+        self._timelines: dict[int, LogFile] = {}
         self._moment = 0.0
 
     def read(self) -> list[LogLine]:
@@ -380,17 +377,12 @@ class LogReader:
             self._moment = max(self._moment, seconds)
             file = self._file(node_rank, name)
             if file is not None:
-                file.late = seconds >= self._begin(node_rank)
                 lines = file.lines_up_to(size, seconds)
-                yield from lines if file.late else ([] for _ in lines)
-        if not end:
-            return
-        for node_rank in self._nodes():
+                yield from lines if seconds >= self._begin(node_rank) else ([] for _ in lines)
+        for node_rank in self._nodes() if end else ():
             for file in self._files_of(node_rank):
-                noted = file.offset
                 yield from file.lines_up_to(None, self._moment)
-                last_line = file.last_line(self._moment)
-                yield last_line if file.late or file.offset > noted else []
+                yield file.last_line(self._moment)
 
     def attempts(self) -> set[int]:
         """Return the attempts of the job whose workers have log files."""
@@ -404,13 +396,10 @@ class LogReader:
     def _begin(self, node_rank: int) -> float:
         """Return the earliest time of a node's lines, by the node's own clock."""
         if node_rank not in self._begins:
-            begin = self._since or 0.0
-            if self._last is not None:
-                timeline = node_directory(self._job_dir, node_rank) / TIMELINE
-                notes = [_NOTE.fullmatch(line) for line in last_lines(timeline)]
-                newest = max((float(note[1]) for note in notes if note is not None), default=0.0)
-                begin = max(begin, newest - self._last)
-            self._begins[node_rank] = begin
+            timeline = node_directory(self._job_dir, node_rank) / TIMELINE
+            notes = map(NOTE.fullmatch, last_lines(timeline)) if self._last is not None else ()
+            newest = max((float(note[1]) for note in notes if note is not None), default=0.0)
+            self._begins[node_rank] = max(self._since or 0.0, newest - (self._last or 0.0))
         return self._begins[node_rank]
 
     def skip_to_tail(self, count: int) -> None:
@@ -450,11 +439,11 @@ class LogReader:
         """Yield the new records of a node's timeline; sort those of one time by `by_start`."""
         path = node_directory(self._job_dir, node_rank) / TIMELINE
         timeline = self._timelines.setdefault(
-            node_rank, _File(node_rank, None, stream="out", path=path)
+            node_rank, LogFile(node_rank, None, stream="out", path=path)
         )
         lines = (line for piece in timeline.lines_up_to(None) for line in piece)
         # A full disk may cut a line short.
-        matches = (match for line in lines if (match := _NOTE.fullmatch(line.text)) is not None)
+        matches = (match for line in lines if (match := NOTE.fullmatch(line.text)) is not None)
         notes = (
             (float(match[1]), node_rank, by_start(match[2]), int(match[3])) for match in matches
         )
@@ -469,16 +458,13 @@ class LogReader:
         found = []
         for node_rank in self._nodes():
             directory = node_directory(self._job_dir, node_rank)
-            if (directory / TIMELINE).exists() or (directory / AGENT_LOG).exists():
-                continue
-            for file in self._files_of(node_rank):
-                with contextlib.suppress(OSError):
-                    size = file.path.stat().st_size
-                    if size > file.offset:
-                        found.append((time.time(), node_rank, by_start(file.path.name), size))
+            if not ((directory / TIMELINE).exists() or (directory / AGENT_LOG).exists()):
+                for file in self._files_of(node_rank):
+                    note = (node_rank, by_start(file.path.name), size_of(file.path))
+                    found += [(time.time(), *note)] if note[-1] > file.offset else []
         return sorted(found)
 
-    def _files_of(self, node_rank: int) -> Iterator[_File]:
+    def _files_of(self, node_rank: int) -> Iterator[LogFile]:
         """Yield the files of a node that the reader returns, in the order of starts."""
         for name in file_names(node_directory(self._job_dir, node_rank)):
             file = self._file(node_rank, name)
@@ -489,7 +475,7 @@ class LogReader:
         wanted = self._wanted_nodes
         return [node for node in nodes(self._job_dir) if wanted is None or node in wanted]
 
-    def _file(self, node_rank: int, name: str) -> _File | None:
+    def _file(self, node_rank: int, name: str) -> LogFile | None:
         match = FILE_NAME.fullmatch(name)
         if match is None:
             return None
@@ -504,7 +490,7 @@ class LogReader:
         path = node_directory(self._job_dir, node_rank) / name
         return self._files.setdefault(
             (node_rank, name),
-            _File(node_rank, rank, stream=match["stream"], path=path, raw=self._raw),
+            LogFile(node_rank, rank, stream=match["stream"], path=path, raw=self._raw),
         )
 
 
@@ -527,24 +513,24 @@ class Folded(NamedTuple):
 def fold(batches: Iterable[list[LogLine]]) -> Iterator[list[Folded]]:
     """Fold equal lines of several ranks; each rank's own lines keep their order.
 
-    The oldest line is shown once, for all ranks whose next line is equal. A rank that writes the
-    line up to `WINDOW` later is included: its lines before it are shown first, unless the first
-    rank writes them too.
+    The oldest line is shown once, for all ranks whose next line is equal. Of another rank that
+    writes it soon, the lines before it are shown first, unless the first rank writes them too.
 
     Args:
-        batches: the lines of one poll, in order of time; all are read before the last are shown.
+        batches: lines in order of time.
 
     Yields:
-        Parts that need little memory. Lines of two parts are not folded.
+        The lines of at most `WINDOW` seconds, in parts that need little memory.
     """
     held: list[LogLine] = []
     size = 0
-    for lines in batches:
-        held += lines
-        size += sum(len(line.text) for line in lines)
-        if len(held) > _MAX_HELD or size > _MAX_HELD_BYTES:
+    for line in itertools.chain.from_iterable(batches):
+        is_full = len(held) > _MAX_HELD or size > _MAX_HELD_BYTES
+        if held and (is_full or line.seconds > held[0].seconds + WINDOW):
             yield _fold_part(held)
             held, size = [], 0
+        held.append(line)
+        size += len(line.text)
     if held:
         yield _fold_part(held)
 
@@ -560,18 +546,12 @@ def _fold_part(lines: list[LogLine]) -> list[Folded]:
 
     def show(writer: int, line: LogLine) -> None:
         """Take a line, which is its writer's next one, from all whose next line is equal."""
-        others = waiting[line.stream]
         same = [writer]
+        queues = waiting[line.stream]
         if counts[line.text] > 1:
-            until = line.seconds + WINDOW
-            same = [
-                other
-                for other, own in others.items()
-                if own and own[0].text == line.text and own[0].seconds <= until
-            ]
+            same = [each for each, own in queues.items() if own and own[0].text == line.text]
         for each in same:
-            others[each].popleft()
-        counts[line.text] -= len(same)
+            queues[each].popleft()
         found.append(Folded(_label(tuple(same)), line.stream, text=line.text, ended=line.ended))
 
     for line in lines:
@@ -582,21 +562,13 @@ def _fold_part(lines: list[LogLine]) -> list[Folded]:
         if counts[line.text] > 1:
             texts = {each.text for each in itertools.islice(own, _MAX_AHEAD)}
             for other, its in waiting[line.stream].items():
-                if _comes(line, its, texts):
-                    while its[0].text != line.text:
+                ahead = [each.text for each in itertools.islice(its, _MAX_AHEAD)]
+                common = next((n for n, text in enumerate(ahead) if text in texts), 0)
+                if common and ahead[common] == line.text:
+                    for _ in range(common):
                         show(other, its[0])
         show(writer, line)
     return found
-
-
-def _comes(line: LogLine, others: Iterable[LogLine], own: Collection[str]) -> bool:
-    """Return whether another rank soon writes an equal line, and before it none of `own`."""
-    for each in itertools.islice(others, _MAX_AHEAD):
-        if each.seconds > line.seconds + WINDOW:
-            return False
-        if each.text == line.text or each.text in own:
-            return each.text == line.text
-    return False
 
 
 def as_text(lines: Iterable[Folded], shown: Callable[[Folded], str]) -> Iterator[tuple[str, str]]:
