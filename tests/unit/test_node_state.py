@@ -281,7 +281,7 @@ def test_order_that_is_repeated_is_answered_once(
 def test_node_takes_a_sample_for_each_number_and_none_when_the_stop_asks_for_none(
     workers: NodeWorkers, report: StateReport
 ) -> None:
-    done, found = Order(0), []
+    done, found = Order(0), list[int]()
     for order in Order(0, sample=1), Order(0, sample=2), Order(0, sample=2), Order(0):
         for answer in workers.answer(order, done):
             asyncio.run(answer)

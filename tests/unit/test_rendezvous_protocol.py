@@ -155,20 +155,6 @@ async def test_agents_with_same_token_exchange_messages_both_ways(
 
 
 @connected
-async def test_agent_that_leaves_while_it_joins_says_why(
-    agent: Streams, coordinator: Streams
-) -> None:
-    joining = asyncio.create_task(
-        protocol.join(*agent, TOKEN, "job-1", HELLO, leave=lambda: cancelled("by the user"))
-    )
-    channel, _ = await protocol.accept(*coordinator, TOKEN, "job-1")
-    joining.cancel()
-    await asyncio.wait([joining])
-    agent[1].close()
-    assert await channel.receive() == cancelled("by the user")
-
-
-@connected
 async def test_wrong_token_is_refused_by_both_ends(agent: Streams, coordinator: Streams) -> None:
     agent_result, coordinator_result = await handshake(agent, coordinator, agent_token=b"guessed")
     assert isinstance(agent_result, UnauthenticatedError)

@@ -150,7 +150,8 @@ class Agent:
         self._start(self._send_states())
         self._start(self._keep_lease())
         serving = asyncio.create_task(self._serve())
-        await asyncio.wait({serving, self._crashes.first}, return_when=asyncio.FIRST_COMPLETED)
+        either: set[asyncio.Future[Any]] = {serving, self._crashes.first}
+        await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
         error = serving.exception() if serving.done() else self._crashes.first.result()
         verdict = serving.result() if error is None else self._failed(error)
         serving.cancel()
@@ -225,8 +226,8 @@ class Agent:
             await link.close()
         if not self._options.restarts:
             # An error of the connection may have discarded the end of the job.
-            return self._end_without_coordinator(self._text(lost))
-        self._console.print(f"{self._text(lost)}; it may come back")
+            return self._end_without_coordinator(self._lost_text(lost))
+        self._console.print(f"{self._lost_text(lost)}; it may come back")
         deadline = time.monotonic() + _GONE_SECONDS
         while not self._report.state.idle and time.monotonic() < deadline:
             await asyncio.sleep(_PAUSE)
@@ -250,9 +251,10 @@ class Agent:
         if self._earlier is None:
             after = math.inf
         if self._deadline is None:
-            wait = options.return_timeout
-            if lost is None or options.spares or options.min_nodes is not None:
-                wait = max(wait, options.join_timeout)  # the job can go on without this node
+            wait = options.join_timeout
+            if lost is not None:
+                goes_on = options.spares or options.min_nodes is not None  # without this node
+                wait = max(options.return_timeout, wait if goes_on else 0.0)
             self._deadline = time.monotonic() + wait
         addresses = [self._node.topology.master_addr]
         if lost is not None:
@@ -261,21 +263,21 @@ class Agent:
         search = Search(self._node, self._hello, cancelled, self._deadline, first=lost is None)
         try:
             while (channel := await search.run(addresses, time.monotonic() + after)) is None:
-                if lost is not None and (earlier := await self._lost_one(lost)) is not None:
+                if lost is not None and (earlier := await self._replaceable(lost)) is not None:
                     self._alone += 1
                     await self._coordinate(earlier)
                     return None
         except RendezvousError as error:
             if lost is None and not cancelled.done():
                 raise
-            return self._end_without_coordinator(f"{self._text(lost)}; {error.message}")
+            return self._end_without_coordinator(f"{self._lost_text(lost)}; {error.message}")
         self._orders = asyncio.Queue()
         self._link = Link(channel, options, self._orders, self._start)
         self._parent.keep(joined=True, coordinates=False)
         self._report.changed.set()
         return None
 
-    async def _lost_one(self, lost: ConnectionLost) -> Earlier | None:
+    async def _replaceable(self, lost: ConnectionLost) -> Earlier | None:
         """Return the coordinator whose place this agent may take; None if it may not."""
         if (earlier := self._earlier) is None:
             return None
@@ -497,7 +499,7 @@ class Agent:
             return recorded
         return self._own_verdict(JobState.LOST, why)
 
-    def _text(self, lost: ConnectionLost | None) -> str:
+    def _lost_text(self, lost: ConnectionLost | None) -> str:
         why = lost.why if lost is not None else "it was not found"
         return f"node {self._node_rank} lost the coordinator: {why}"
 

@@ -153,11 +153,9 @@ class Search:
                 if moment > notice_at:
                     self.node.print_line(f"{self._error()}; {moment - begin:.0f} s so far")
                     notice_at = moment + _NOTICE_SECONDS
-                await asyncio.wait(
-                    [*attempts, self.cancelled],
-                    timeout=min(_CHECK_SECONDS, turn - moment),
-                    return_when=asyncio.FIRST_COMPLETED,
-                )
+                either: list[asyncio.Future[Any]] = [*attempts, self.cancelled]
+                timeout = min(_CHECK_SECONDS, turn - moment)
+                await asyncio.wait(either, timeout=timeout, return_when=asyncio.FIRST_COMPLETED)
                 for task in [each for each in attempts if each.done()]:
                     attempts.remove(task)
                     if (channel := task.result()) is not None:
@@ -201,9 +199,8 @@ class Search:
                         isinstance(error, network.NoNameServerError) or waited > _RESOLVE_SECONDS
                     ):
                         return None
-                    silent = isinstance(error, asyncio.TimeoutError) and not self.first
-                    if silent or isinstance(error, socket.gaierror):
-                        break  # the other ports would not answer either
+                    if isinstance(error, socket.gaierror):
+                        break  # it is that of the other ports too
                 except protocol.RefusedError as error:
                     if self.first:
                         raise

@@ -12,7 +12,7 @@ import asyncio
 import hmac
 import json
 import secrets
-from collections.abc import Callable, Coroutine, Mapping
+from collections.abc import Coroutine, Mapping
 from typing import Any, TypeVar
 
 from clusterjob.errors import RendezvousError
@@ -156,7 +156,6 @@ async def join(
     token: bytes,
     job_id: str,
     hello: messages.Hello,
-    leave: Callable[[], Any] = lambda: None,
     *,
     proof_seconds: float | None = None,
     welcome_seconds: float = 60.0,
@@ -169,8 +168,6 @@ async def join(
         token: the job's secret.
         job_id: the job's id.
         hello: the first message of this agent.
-        leave: returns the message to send if this call is cancelled when the coordinator may have
-            counted this agent already; None without one.
         proof_seconds: seconds for the peer to prove that it is the coordinator; None for
             `HANDSHAKE_SECONDS`.
         welcome_seconds: seconds for the coordinator to answer `hello`. It may be busy with
@@ -184,12 +181,7 @@ async def join(
     proof = authenticate_to_coordinator(reader, writer, token=token, job_id=job_id)
     channel = await _answer_of(proof, proof_seconds or HANDSHAKE_SECONDS)
     channel.send(hello)
-    try:
-        answer = await _answer_of(channel.receive(), welcome_seconds)
-    except asyncio.CancelledError:
-        if (last := leave()) is not None:
-            channel.send(last)
-        raise
+    answer = await _answer_of(channel.receive(), welcome_seconds)
     if isinstance(answer, messages.Refused):
         raise RefusedError(answer.why)
     if not isinstance(answer, messages.Welcome):

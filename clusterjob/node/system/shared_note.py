@@ -39,6 +39,8 @@ class SharedNote:
     def _newest(self) -> tuple[int, dict[str, Any]]:
         found: list[tuple[int, dict[str, Any]]] = [(0, {})]
         for place in (0, self._size):
+            if not self._memory[place]:
+                continue  # nothing was written: a search would fill the memory
             end = self._memory.find(b"\n", place, place + self._size)
             checksum, data = self._memory[place : place + 8], self._memory[place + 8 : max(0, end)]
             if checksum == b"%08x" % zlib.crc32(data):
