@@ -41,6 +41,32 @@ def install():
         if name in sys.modules:
             _patch(sys.modules[name])
     sys.meta_path.insert(0, _Finder())
+    show = sys.excepthook
+
+    def excepthook(kind, error, trace):
+        # type: (Any, Any, Any) -> None
+        """Show an uncaught exception; see Python's documentation."""
+        _strip(error)
+        show(kind, error, trace)
+
+    sys.excepthook = excepthook
+
+
+def _strip(error):
+    # type: (Any) -> None
+    """Remove the frames of the hook and its patches from the traceback of an exception."""
+    seen = set()
+    while error is not None and id(error) not in seen:
+        seen.add(id(error))
+        frame = error.__traceback__
+        while frame is not None and frame.tb_next is not None:
+            called = frame.tb_next
+            own = os.path.dirname(called.tb_frame.f_code.co_filename) == _HERE
+            if own and called.tb_next is not None:
+                frame.tb_next = called.tb_next
+            else:
+                frame = called
+        error = error.__cause__ or error.__context__
 
 
 class _Finder:
