@@ -92,6 +92,7 @@ def start(
     try:
         _begin_child(forkserver_pid, [report_pipe[0], *close])
         os.setsid()  # as under torchrun: os.killpg(0, ...) of a rank reaches no other rank
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
         signal.signal(signal.SIGINT, signal.default_int_handler)
         if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # ignored under nohup
             signal.signal(signal.SIGHUP, signal.SIG_DFL)
@@ -171,8 +172,7 @@ def start_store(world: World, listener: int, log: Path, close: Sequence[int]) ->
 def _begin_child(parent: int, close: Sequence[int]) -> None:
     """Leave the forkserver's state behind in a process that it has forked."""
     processes.die_with_parent(parent)
-    for number in (signal.SIGCHLD, signal.SIGTERM):
-        signal.signal(number, signal.SIG_DFL)
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     for descriptor in close:
         os.close(descriptor)
 
