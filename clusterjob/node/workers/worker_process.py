@@ -163,7 +163,8 @@ def start_store(world: World, listener: int, log: Path, close: Sequence[int]) ->
     except ImportError as error:
         # torch is broken; a worker that imports it shows the full error, and ends the round.
         os.write(2, f"cannot start torch's store: {error!r}\n".encode())
-        signal.pause()
+        while True:
+            signal.pause()
     except BaseException as error:
         os.write(2, f"the store process failed: {error!r}\n".encode())
     os._exit(1)
