@@ -794,3 +794,21 @@ def test_module_beside_the_script_is_found_before_a_loaded_one_of_python(tmp_pat
     command = [sys.executable, "-m", "clusterjob", "launch", "--start", "fork", "own/main.py"]
     ran = run(command, tmp_path)
     assert (ran.code, ran.out) == (0, "[0] secrets statistics profile\n"), ran.err
+
+
+@pytest.mark.parametrize("start", STARTS)
+def test_traceback_shows_no_frame_of_the_hook(tmp_path: Path, start: str) -> None:
+    (tmp_path / "main.py").write_text(
+        "import os, signal\n"
+        "import torch.distributed as dist\n"
+        "dist.init_process_group('gloo')\n"
+        "def again(*_):\n"
+        "    dist.init_process_group('gloo')\n"
+        "signal.signal(signal.SIGTERM, again)\n"
+        "os.kill(os.getpid(), signal.SIGTERM)\n"
+    )
+    command = [sys.executable, "-m", "clusterjob", "launch", "--start", start, "main.py"]
+    ran = run(command, tmp_path)
+    files = re.findall(r'File ".*?([^/"]+)", line', ran.err.partition("FAILED")[0])
+    assert files[:2] == ["main.py", "main.py"], ran.err
+    assert set(files[2:]) == {"c10d_logger.py", "distributed_c10d.py"}, ran.err

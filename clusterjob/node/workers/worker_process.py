@@ -92,6 +92,7 @@ def start(
     try:
         _begin_child(forkserver_pid, [report_pipe[0], *close])
         os.setsid()  # as under torchrun: os.killpg(0, ...) of a rank reaches no other rank
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
         signal.signal(signal.SIGINT, signal.default_int_handler)
         if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # ignored under nohup
             signal.signal(signal.SIGHUP, signal.SIG_DFL)
@@ -162,7 +163,8 @@ def start_store(world: World, listener: int, log: Path, close: Sequence[int]) ->
     except ImportError as error:
         # torch is broken; a worker that imports it shows the full error, and ends the round.
         os.write(2, f"cannot start torch's store: {error!r}\n".encode())
-        signal.pause()
+        while True:
+            signal.pause()
     except BaseException as error:
         os.write(2, f"the store process failed: {error!r}\n".encode())
     os._exit(1)
@@ -171,8 +173,7 @@ def start_store(world: World, listener: int, log: Path, close: Sequence[int]) ->
 def _begin_child(parent: int, close: Sequence[int]) -> None:
     """Leave the forkserver's state behind in a process that it has forked."""
     processes.die_with_parent(parent)
-    for number in (signal.SIGCHLD, signal.SIGTERM):
-        signal.signal(number, signal.SIG_DFL)
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     for descriptor in close:
         os.close(descriptor)
 
