@@ -53,7 +53,7 @@ _MAX_TEXT = 500  # characters of an error
 _TYPES = {START: "info", END: "success", FAILURE: "failure", REQUEUE: "warning"}  # of apprise
 # No redirects: a POST that follows one becomes a GET without the message. An older apprise lacks
 # some of them.
-_ASSET = {"app_id": "clusterjob", "app_desc": "clusterjob", "http_redirects": False,
+_ASSET: dict[str, Any] = {"app_id": "clusterjob", "app_desc": "clusterjob", "http_redirects": False,
           "allow_templates": False}  # fmt: skip
 _HTTP_ERROR = re.compile(r"error=([1-5][0-9]{2})\b")
 
@@ -187,7 +187,8 @@ def events_of_array(event: Event, job_dir: Path, elements: int) -> list[Event]:
     Raises:
         OSError: the marks cannot be written.
     """
-    marks, found = job_dir.parent.parent / NOTIFIED, []
+    marks = job_dir.parent.parent / NOTIFIED
+    found: list[Event] = []
     private_dirs.make(marks)
     is_restart = event["event"] == FAILURE and not event["final"]  # of one element
     if event["event"] != END and not is_restart and _is_first(marks, event["event"]):
