@@ -12,6 +12,7 @@ import dataclasses
 import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import GenericAlias
 from typing import Annotated, Any, cast
 
 import msgspec
@@ -58,7 +59,7 @@ def _type_of(kind: type, *, as_array: bool = True, **lists: Any) -> Any:
     made: list[Any] = []
     for one in dataclasses.fields(kind):
         listed = one.name in lists
-        type_: Any = list[lists[one.name]] if listed else _TYPES[str(one.type)]  # type: ignore[misc]
+        type_: Any = GenericAlias(list, (lists[one.name],)) if listed else _TYPES[str(one.type)]
         type_ = _Rank if one.name == "rank" else type_
         has_default = one.default is not dataclasses.MISSING and not listed
         made.append((one.name, type_, one.default) if has_default else (one.name, type_))

@@ -30,13 +30,18 @@ _FACTS_EACH = 50  # samples between two lines with the facts, for readers of the
 
 
 def _column(
-    family: str, text: str, default: Any = MISSING, *, scale: float = 1.0, total: bool = False
+    family: str = "",
+    text: str = "",
+    default: Any = MISSING,
+    *,
+    scale: float = 1.0,
+    total: bool = False,
 ) -> Any:
-    """Return the field of a value that Prometheus gets.
+    """Return the field of a value.
 
     Args:
         family: name of the family, without ``clusterjob_``; one with the suffix ``_total`` is a
-            counter.
+            counter. Empty for a value that Prometheus does not get.
         text: what the family is.
         default: the default value.
         scale: factor from the value to the unit of Prometheus.
@@ -151,7 +156,7 @@ class Sample:
     """
 
     time: float = _column("sample_timestamp_seconds", "Time of the sample.")
-    monotonic: float
+    monotonic: float = _column()
     restart: int = _column("restarts_total", "Restarts of the workers.")
     quiet: float = _column("output_age_seconds", "Time since the last output or heartbeat.")
     cpu: float = _rate(
@@ -169,7 +174,7 @@ class Sample:
 
 def columns(kind: type) -> dict[str, Mapping[str, Any]]:
     """Return the arguments of `_column` for the values of a kind of sample, by name."""
-    return {one.name: one.metadata for one in fields(kind) if one.metadata}
+    return {one.name: one.metadata for one in fields(kind) if one.metadata.get("family")}
 
 
 class SampleWriter:

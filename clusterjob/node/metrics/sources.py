@@ -109,7 +109,7 @@ class Machine:
         return max(0, memory.get("MemTotal", 0) - memory.get("MemAvailable", 0))
 
 
-def _rates(new: Mapping[str, float], old: Mapping[str, float], seconds: float) -> dict[str, float]:
+def _rates(new: Mapping[str, float], old: Mapping[str, float], seconds: float) -> dict[str, Any]:
     return {
         name: max(0.0, (value - old.get(name, 0.0)) / max(seconds, 0.01))
         for name, value in new.items()
@@ -150,7 +150,7 @@ class Workers:
         self._owners: dict[int, int] = {}  # the worker to which a process belongs
         self._last: dict[int, dict[str, float]] = {}  # the counters of each worker
 
-    def sample(self, more: Mapping[int, Mapping[str, float]]) -> tuple[WorkerSample, ...]:
+    def sample(self, more: Mapping[int, Mapping[str, Any]]) -> tuple[WorkerSample, ...]:
         """Return what each worker used since the last call.
 
         Args:
@@ -159,7 +159,7 @@ class Workers:
         now, seconds = time.monotonic(), time.monotonic() - self._at
         self._follow()
         counters = {pid: dict.fromkeys(("cpu", "read", "written"), 0.0) for pid in self._workers}
-        levels = {pid: dict.fromkeys(("rss", "threads"), 0) for pid in self._workers}
+        levels: dict[int, dict[str, Any]] = {pid: {"rss": 0, "threads": 0} for pid in self._workers}
         for pid, owner in list(self._owners.items()):
             if (fields := processes.stat_fields(pid)) is None:
                 del self._owners[pid]

@@ -15,6 +15,7 @@ An event is a dict, as a command gets it:
 - ``rank``: rank of the worker that failed first; None for another cause
 - ``host``: host of that worker or node; may be empty
 - ``final``: whether the attempt has ended
+- ``title``, ``text``: the job, its state, the reason, its logs
 """
 
 from __future__ import annotations
@@ -53,7 +54,7 @@ _MAX_TEXT = 500  # characters of an error
 _TYPES = {START: "info", END: "success", FAILURE: "failure", REQUEUE: "warning"}  # of apprise
 # No redirects: a POST that follows one becomes a GET without the message. An older apprise lacks
 # some of them.
-_ASSET = {"app_id": "clusterjob", "app_desc": "clusterjob", "http_redirects": False,
+_ASSET: dict[str, Any] = {"app_id": "clusterjob", "app_desc": "clusterjob", "http_redirects": False,
           "allow_templates": False}  # fmt: skip
 _HTTP_ERROR = re.compile(r"error=([1-5][0-9]{2})\b")
 
@@ -69,27 +70,24 @@ def event_of(kind: str, job: Event, state: str, reason: str, **facts: Any) -> Ev
         facts: the other keys; those that are missing are unknown.
     """
     unknown = {"exit_code": None, "seconds": None, "rank": None, "host": "", "final": False}
-    names = {name: job[name] for name in ("job_id", "name", "cluster")}
-    return {"event": kind, **names, "state": state, "reason": short(reason), **unknown, **facts}
+    job_id, name, cluster = job["job_id"], job["name"], job["cluster"]
+    event: Event = {"job_id": job_id, "name": name, "cluster": cluster, **unknown, **facts}
+    reason = short(reason)
+    first = f"{name} ({job_id})" if name else job_id
+    first += f"{f' on {cluster}' if cluster else ''}: {state}"
+    if event["exit_code"]:
+        first += f", exit code {event['exit_code']}"
+    if event["seconds"] is not None and (event["final"] or kind == FAILURE):
+        first += f", after {timedelta(seconds=round(event['seconds']))}"
+    lines = filter(None, (first, reason, f"clusterjob logs {job_id}"))
+    texts = {"title": f"{job_id} {state}", "text": "\n".join(lines)}
+    return event | {"event": kind, "state": state, "reason": reason} | texts
 
 
 def wanted(event: Event, kinds: Sequence[str]) -> bool:
     """Return whether one of the kinds of --notify-on includes an event; ``end`` has failed ends."""
     failed_end = event["final"] and event["event"] == FAILURE
     return event["event"] in kinds or (failed_end and END in kinds)
-
-
-def with_text(event: Event) -> Event:
-    """Add ``title`` and ``text``: the job, its state, the reason, its logs."""
-    job_id, name, cluster = event["job_id"], event["name"], event["cluster"]
-    first = f"{name} ({job_id})" if name else job_id
-    first += f"{f' on {cluster}' if cluster else ''}: {event['state']}"
-    if event["exit_code"]:
-        first += f", exit code {event['exit_code']}"
-    if event["seconds"] is not None and (event["final"] or event["event"] == FAILURE):
-        first += f", after {timedelta(seconds=round(event['seconds']))}"
-    lines = filter(None, (first, event["reason"], f"clusterjob logs {job_id}"))
-    return event | {"title": f"{job_id} {event['state']}", "text": "\n".join(lines)}
 
 
 def short(text: str) -> str:
@@ -155,7 +153,7 @@ def _send(settings: dict[str, Any], event: Event, timeout: int = 0) -> None:
 
 def _deliver(name: str, send: Callable[[Event], str], events: Sequence[Event]) -> None:
     """Send events to one place, again after an error, which `send` returns."""
-    for event in map(with_text, events):
+    for event in events:
         for pause in _PAUSES:
             time.sleep(pause)
             try:
@@ -187,7 +185,8 @@ def events_of_array(event: Event, job_dir: Path, elements: int) -> list[Event]:
     Raises:
         OSError: the marks cannot be written.
     """
-    marks, found = job_dir.parent.parent / NOTIFIED, []
+    marks = job_dir.parent.parent / NOTIFIED
+    found: list[Event] = []
     private_dirs.make(marks)
     is_restart = event["event"] == FAILURE and not event["final"]  # of one element
     if event["event"] != END and not is_restart and _is_first(marks, event["event"]):

@@ -56,7 +56,7 @@ _STATES = {
 _FUSE_WAITS = ("request_wait_answer", "__fuse_request_send", "fuse_dev_do_write")
 
 
-def state_of(pid: int | str) -> str:
+def state_of(pid: int) -> str:
     """Return the state of a process's main thread, such as ``sleeps (hrtimer_nanosleep)``."""
     fields = processes.stat_fields(pid)
     text = _STATES.get(fields[0] if fields else "X", "is about to end")
@@ -77,7 +77,7 @@ def has_signal(pid: int, name: str, number: int) -> bool:
     return bool(int(mask.strip() or "0", 16) >> (number - 1) & 1)
 
 
-def _waits_for_files(tid: int | str) -> bool:
+def _waits_for_files(tid: int) -> bool:
     """Return whether a thread waits for a file system, which a signal or ptrace disturbs."""
     text = state_of(tid)
     return text.startswith(_STATES["D"]) or text.endswith(
@@ -271,11 +271,10 @@ def _with_py_spy(
 
     py-spy reads the memory of a running process. With --native, it stops the process meanwhile.
     """
-    program, threads = py_spy_path(stack.pid), ()
-    if native and (
-        stack.state.startswith(STOPPED)
-        or any(map(_waits_for_files, files.listed(f"/proc/{stack.pid}/task")))
-    ):
+    program = py_spy_path(stack.pid)
+    threads: tuple[ThreadStack, ...] = ()
+    tids = map(int, files.listed(f"/proc/{stack.pid}/task"))
+    if native and (stack.state.startswith(STOPPED) or any(map(_waits_for_files, tids))):
         warn("no native frames of a process that is stopped or waits for a file system")
     elif native:
         threads = _dump(program, stack.pid, "--native", seconds)
