@@ -69,8 +69,12 @@ class ProcessIdentity:
 
 def _start(pid: int) -> int | None:
     """Return the start time of a process as in `ProcessIdentity`; None if it has ended."""
-    if sys.platform == "linux":
-        return processes.start_ticks(pid)
+    if sys.platform != "linux":
+        return _shown_start(pid)
+    return processes.start_ticks(pid)
+
+
+def _shown_start(pid: int) -> int | None:
     import subprocess  # slow to load, and Linux does not need it
 
     try:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from clusterjob.core.units import show_size
 from clusterjob.errors import HostError
 from clusterjob.node.host_server.jobs import MAX_BYTES
-from clusterjob.node.logs.job_dir import events_node
+from clusterjob.node.logs.job_dir import EVENTS, RESULT, events_node
 from clusterjob.node.system import files
 from clusterjob.remote.answer_schemas import MAX_FILES
 from clusterjob.remote.protocol import Exchange
@@ -211,8 +211,8 @@ class JobMirror:
         self._events = [f"events.*.node{node}.jsonl"]
         self._results = [f"ends/node{node}.json", f"ends/node{node}.refused"]
         if node == 0:
-            self._events.append("events.jsonl")
-            self._results.append("result.json")
+            self._events.append(EVENTS)
+            self._results.append(RESULT)
 
     def poll(self, session: Session | Exchange, *, logs: bool) -> PollAnswer:
         """Fetch the new data of the node's files.

@@ -228,22 +228,21 @@ def test_memory_is_bounded_while_host_sends_without_end(site: Site, record: Reco
 def test_events_file_of_host_does_not_exceed_its_size_limit(tmp_path: Path) -> None:
     """Events are read as a whole; log files may be longer."""
     at_bound = mirror.MAX_EVENTS_BYTES - 1
-    mirror.keep(
-        "gpu1", tmp_path, file={"path": "events.jsonl", "offset": at_bound}, content=b"x", stamps={}
-    )
-    with pytest.raises(HostError, match="more than"):
+
+    def keep(name: str, offset: int) -> None:
         mirror.keep(
             "gpu1",
             tmp_path,
-            file={"path": "events.jsonl", "offset": at_bound + 1},
+            file={"path": name, "offset": offset},
             content=b"x",
+            sizes={name: offset},
             stamps={},
+            grown=[name],
+            replaced=[],
         )
+
+    keep("events.jsonl", at_bound)
+    with pytest.raises(HostError, match="more than"):
+        keep("events.jsonl", at_bound + 1)
     assert (tmp_path / "events.jsonl").stat().st_size == mirror.MAX_EVENTS_BYTES
-    mirror.keep(
-        "gpu1",
-        tmp_path,
-        file={"path": "logs/node0/rank0.out", "offset": at_bound + 1},
-        content=b"x",
-        stamps={},
-    )
+    keep("logs/node0/rank0.out", at_bound + 1)

@@ -8,13 +8,14 @@ from typing import Any
 
 from clusterjob.core.records import Record
 from clusterjob.errors import HostError
+from clusterjob.node.logs.job_dir import ENDS, EVENTS, LOGS, RESULT, SLURM_LOG
 from clusterjob.remote.mirror import LOG_BYTES, Volume, check_progress, contents, held, keep
 
 _AT_ONCE = 500  # maximum number of jobs in one request
 _STATUS_BYTES = 1 << 20  # maximum bytes of one answer with only the status of the jobs
 # The files that the login host may send; results before the verdict: after that the job has ended.
-_GROWN = ["events.jsonl", "events.*.jsonl", "logs/slurm.out"]
-_REPLACED = ["ends/*", "result.json"]
+_GROWN = [EVENTS, "events.*.jsonl", f"{LOGS}/{SLURM_LOG}"]
+_REPLACED = [f"{ENDS}/*", RESULT]
 
 
 class ClusterMirror:

@@ -125,7 +125,7 @@ class Hosts:
 
     def _interpreter(self) -> Iterator[CheckFinding]:
         spec = self._spec
-        request = {
+        request: dict[str, Any] = {
             "job": "",
             "python": spec.python,
             "setup": list(spec.setup),

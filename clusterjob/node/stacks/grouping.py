@@ -73,7 +73,8 @@ class RankStack:
 
     def to_json(self) -> dict[str, Any]:
         """Return the stack as plain data."""
-        return codec.plain(self)
+        found: dict[str, Any] = codec.plain(self)
+        return found
 
 
 # A line of a frame; faulthandler cuts file names off after 500 characters.

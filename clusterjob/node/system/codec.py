@@ -125,7 +125,7 @@ def read(kind: type[_T], data: Any) -> _T:
     Raises:
         MalformedMessageError: the data is no object, or a field is missing or has a wrong value.
     """
-    forms, required = _fields(kind)
+    forms, required = _fields(typing.cast("Any", kind))
     if not isinstance(data, dict):
         raise MalformedMessageError(f"{kind.__name__}: not an object")
     for name in required:
@@ -144,7 +144,8 @@ def read(kind: type[_T], data: Any) -> _T:
 def plain(value: Any) -> Any:
     """Return an object of a dataclass as plain data, with its fields in order."""
     if is_dataclass(value):
-        return {name: plain(getattr(value, name)) for name in _fields(type(value))[0]}
+        forms, _ = _fields(typing.cast("Any", type(value)))
+        return {name: plain(getattr(value, name)) for name in forms}
     if isinstance(value, tuple):
         return [plain(item) for item in value]
     return value.value if isinstance(value, Enum) else value
@@ -179,7 +180,7 @@ def _form(annotation: Any) -> _Form:
     if hasattr(kind, "from_json"):
         kind = kind.from_json
     elif is_dataclass(kind):
-        kind = functools.partial(read, kind)
+        kind = functools.partial(read, typing.cast("Any", kind))
     return _Form(kind, limit or _LIMITS.get(kind, _MANY), items, is_list=... in arguments)
 
 

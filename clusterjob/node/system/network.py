@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import fcntl
 import os
@@ -145,13 +146,11 @@ def address_towards(host: str) -> str | None:
             with a route counts.
     """
     for each in host.split(","):
-        try:
+        with contextlib.suppress(OSError):
             family, kind, protocol, _, address = _resolve(each, 9, kind=socket.SOCK_DGRAM)
             with socket.socket(family, kind, protocol) as probe:
                 probe.connect(address)
                 return str(probe.getsockname()[0])
-        except OSError:
-            continue
     return None
 
 
@@ -167,12 +166,10 @@ def interface_towards(host: str) -> str | None:
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         for _, name in socket.if_nameindex():
             request = struct.pack("256s", name.encode()[:15])
-            try:
+            with contextlib.suppress(OSError):  # an interface without an IPv4 address
                 answer = fcntl.ioctl(probe.fileno(), _SIOCGIFADDR, request)
-            except OSError:
-                continue  # an interface without an IPv4 address
-            if socket.inet_ntoa(answer[20:24]) == address:
-                return name
+                if socket.inet_ntoa(answer[20:24]) == address:
+                    return name
     return None
 
 
