@@ -223,10 +223,10 @@ def test_top_reports_its_own_crash_in_one_line(tmp_path: Path) -> None:
         screen.assert_clean()
 
 
-@pytest.mark.parametrize("no_color", ["", "1"])
+@pytest.mark.parametrize("no_color", ["", "NO_COLOR=1 "])
 def test_top_obeys_no_color(tmp_path: Path, no_color: str) -> None:
     WrittenJob("small-222222").grow()
-    with window((80, 24), tmp_path, f"NO_COLOR={no_color} {TOP}") as screen:
+    with window((80, 24), tmp_path, no_color + TOP) as screen:
         screen.wait_for_all("small-222222", "RUNNING", "2 ranks")
         assert bool(screen.colours) != bool(no_color)
 
