@@ -160,8 +160,9 @@ def test_missing_configuration_and_missing_commands_fail(user: User) -> None:
     found = diagnose(user)
     assert found.failed == ["controller"]
     assert "nowhere.conf is not there" in found.message("controller")
-    user.patch.setenv("PATH", "/nowhere")
-    bare = diagnose(user)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PATH", "/nowhere")
+        bare = diagnose(user)
     assert bare.failed == ["commands"]
     assert bare.message("commands") == "not on PATH: sbatch, srun, squeue, scancel, scontrol, sinfo"
     assert bare.state("job") == "unknown"
