@@ -118,7 +118,7 @@ def check_progress(label: str, answers: Iterable[dict[str, Any]], data: bytes, m
 
 
 def matches(name: str, patterns: Iterable[str]) -> bool:
-    """Return whether a path is one of a job's files, as in `clusterjob.node.host_server.jobs.poll`.
+    """Return whether a path is one of a job's files, as in `node.host_server.jobs.poll`.
 
     In a pattern, ``*`` stands for letters, digits, dots, underscores and dashes.
     """

@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 from procs import WITH_TORCH, Job
 
-from clusterjob.node.stacks.collect import catches as catches_signal
+from clusterjob.node.stacks.collect import has_signal
 
 MakeJob = Callable[..., Job]
 
@@ -99,5 +99,5 @@ def test_program_with_handler_of_its_own_is_recognised() -> None:
         ) as process:
             assert process.stdout is not None
             process.stdout.readline()
-            assert catches_signal(process.pid, signal.SIGTERM) is catches
+            assert has_signal(process.pid, "SigCgt", signal.SIGTERM) is catches
             process.kill()

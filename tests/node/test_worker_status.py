@@ -68,7 +68,7 @@ def test_stuck_forked_worker_is_reported_with_stack_as_root_cause(make_job: Make
         """Return what the waiting ranks have printed; one of them speaks, mostly rank 0."""
         return "".join(log.read_text() for log in logs if log.exists())
 
-    wait_until(lambda: "load_data" in printed(), TEST_TIMEOUT)
+    wait_until(lambda: "has run for" in printed(), TEST_TIMEOUT)
     assert job.wait() == [1, 1]
     assert time.monotonic() - begin < 40
     pid, number = job.path("pid3").read_text(), int(line_of(job, 3)) + 1
@@ -120,7 +120,7 @@ def test_missing_rank_0_is_reported_by_other_ranks(make_job: MakeJob) -> None:
         f"clusterjob: rank 0 (node 0, local rank 0, host {HOST}, pid {pid}): has run for " in output
     )
     assert job.result["failure"]["rank"] == 0
-    assert any("in load_data" in line for line in job.result["failure"]["last_lines"])
+    assert any("load_data (" in line for line in job.result["failure"]["last_lines"])
 
 
 @pytest.mark.slow
@@ -140,7 +140,9 @@ def test_signal_handler_of_script_is_not_called(make_job: MakeJob) -> None:
     job.start_all("--start", "fork", "--nproc-per-node", "2", late(job, 1, own), python=WITH_TORCH)
     assert job.wait() == [1]
     assert not job.path("hit").exists()
-    assert "has not joined the rendezvous; it sleeps" in job.log(0, "rank0.err")
+    assert "has not joined the rendezvous; it does not answer: the process sleeps" in job.log(
+        0, "rank0.err"
+    )
     assert job.result["failure"]["rank"] == 1
 
 
@@ -172,12 +174,12 @@ def test_each_worker_that_others_wait_for_is_described(tmp_path: Path) -> None:
         for rank, own in frames.items()
     ]
     lines, missing = status.describe(probe, stacks)
-    texts = [line.partition("): ")[2] for line in lines]
+    texts, ran = [line.partition("): ")[2] for line in lines], "has run for 9 s"
     assert texts == [
         "exited with code 0 and never joined the rendezvous",
-        "has run for 9 s and is inside bootstrap.init(); it is in bootstrap.py line 7, init",
-        "has run for 9 s and has not reached bootstrap.init(); it is in a.py line 40, load_data",
-        "has run for 9 s and has not joined the rendezvous; it sleeps",
+        f"{ran} and is inside bootstrap.init(); it waits in bootstrap.init (bootstrap.py:7)",
+        f"{ran} and has not reached bootstrap.init(); it is in load_data (a.py:40)",
+        f"{ran} and has not joined the rendezvous; it does not answer: the process sleeps",
     ]
     assert lines[2].startswith("rank 6 (node 1, local rank 2, host gpu1, pid 1006): ")
     assert [each.rank for each in missing] == [4, 5, 6, 7]
@@ -185,8 +187,8 @@ def test_each_worker_that_others_wait_for_is_described(tmp_path: Path) -> None:
         "the others gave up waiting for it (pid 1006): it has run for 9 s"
     )
     assert missing[2].last_lines[1:] == (
-        '  File "/w/a.py", line 40 in load_data',
-        '  File "/w/train.py", line 9 in <module>',
+        "  load_data (/w/a.py:40)",
+        "  <module> (/w/train.py:9)",
     )
     assert "the others gave up waiting for this process, which has run for" in log.read_text()
     assert not status.describe(Probe(2, (6,)), stacks)[1]

@@ -202,6 +202,7 @@ class Agent:
                 self._deadline, self._alone = None, 0  # a search was successful
                 if self._options.metrics:
                     self._metrics.begin_round(order.world)
+                self._renew_lease()  # that of the last coordinator may be over
                 self._workers.start(order)
         if order.stop is not None and (order.round, order.stop) != (done.round, done.stop):
             self._workers.stop(order.stop)
@@ -368,10 +369,13 @@ class Agent:
     async def _keep_lease(self) -> None:
         """Tell the forkserver, which outlives this process, until when the workers may run."""
         while True:
-            if self._link is not None or self._coordinator is not None:
-                heard_at = time.monotonic() if self._link is None else self._link.heard_at
-                self._parent.lease.write({"until": heard_at + self._options.lease})
+            self._renew_lease()
             await asyncio.sleep(_RENEW_INTERVAL)
+
+    def _renew_lease(self) -> None:
+        if self._link is not None or self._coordinator is not None:
+            heard_at = time.monotonic() if self._link is None else self._link.heard_at
+            self._parent.lease.write({"until": heard_at + self._options.lease})
 
     async def _follow_output(self) -> None:
         loop = asyncio.get_running_loop()

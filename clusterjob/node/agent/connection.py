@@ -226,10 +226,9 @@ class Search:
             try:
                 connecting = asyncio.open_connection(address, port, limit=protocol.LINE_BYTES)
                 timeout = _CONNECT_SECONDS / (len(others) + 1)
-                reader, writer = await asyncio.wait_for(connecting, timeout)
+                reader, writer = opened = await asyncio.wait_for(connecting, timeout)
                 return await protocol.join(
-                    reader,
-                    writer,
+                    *opened,
                     token=self.node.identity.token,
                     job_id=self.node.identity.job_id,
                     hello=self.hello,

@@ -62,7 +62,7 @@ class StateReport:
                 for failure, (_, at, exited) in zip(fitting, first, strict=False)
             ),
             exits=tuple(
-                Failing(_bounded(failure, output=False), moment - at, exited=True)
+                Failing(_bounded(failure, 0), moment - at, exited=True)
                 for failure, at in self._exits
             ),
         )
@@ -140,22 +140,27 @@ class StateReport:
             self.set(step=max(step, self.state.step))
 
 
-def _fitting(failures: Iterable[Failure], most_bytes: int) -> list[Failure]:
-    """Return the first failures that fit; output may take half of the bytes."""
+def _fitting(failures: Sequence[Failure], most_bytes: int) -> list[Failure]:
+    """Return the first failures that fit; of many, each has less output, but for the first."""
     found: list[Failure] = []
-    size = 0
-    for failure in failures:
-        cut = _bounded(failure, output=size < most_bytes // 2)
-        size += len(json.dumps(plain(cut)))
-        if size > most_bytes:
-            break
-        found.append(cut)
+    for most in (_TEXT, 1024, 256, 0):
+        found = [_bounded(each, most if n else _TEXT) for n, each in enumerate(failures)]
+        if _size(found) <= most_bytes:
+            return found
+    while _size(found) > most_bytes:
+        found.pop()
     return found
 
 
-def _bounded(failure: Failure, *, output: bool) -> Failure:
-    """Return the failure with the end of its output, at most 4 KiB, or without it."""
-    most = _TEXT if output else _SHORT
-    last = "\n".join(failure.last_lines)[-_TEXT:] if output else ""
-    lines = tuple(last.split("\n")) if last else ()
-    return replace(failure, message=failure.message[:most], last_lines=lines)
+def _size(failures: Iterable[Failure]) -> int:
+    return sum(len(json.dumps(plain(each))) for each in failures)
+
+
+def _bounded(failure: Failure, most: int) -> Failure:
+    """Return the failure with at most so many characters of the end of its output."""
+    last = "\n".join(failure.last_lines)[-most:] if most else ""
+    return replace(
+        failure,
+        message=failure.message[: max(_SHORT, most)],
+        last_lines=tuple(last.split("\n")) if last else (),
+    )

@@ -1,4 +1,4 @@
-"""The samples of a node: one table of values for the agent, its file, Prometheus and readers.
+"""The samples of a node: one table of values for agent, file, Prometheus and readers.
 
 A node writes ``logs/node<k>/metrics.jsonl``. An object has the `NodeFacts`, and an array a sample
 of the node in the last object: the values of `Sample` in their order, with an array for each worker

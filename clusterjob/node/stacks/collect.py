@@ -267,7 +267,7 @@ def _open_offer(pid: int, number: int) -> int:
 def _with_py_spy(
     stack: RankStack, *, seconds: float, native: bool, warn: Callable[[str], None]
 ) -> RankStack:
-    """Return a rank with the stacks that py-spy reads if it has not answered, or with native ones.
+    """Return a rank with native stacks, or those of py-spy if it has not answered.
 
     py-spy reads the memory of a running process. With --native, it stops the process meanwhile.
     """

@@ -77,14 +77,13 @@ def _stacks(frame: "FrameType | None") -> str:
         frame: the frame of this thread, which is the main thread.
     """
     known = getattr(sys.modules.get("threading"), "_active", {})
-    threads = [("MainThread", frame)]
+    threads = [("MainThread", frame)]  # type: list[tuple[str, FrameType | None]]
     for ident, top in sys._current_frames().items():
         if ident != _thread.get_ident():
             threads.append((getattr(known.get(ident), "name", f"thread {ident}"), top))
     lines = []
-    for name, top in threads[:_MAX_THREADS]:
+    for name, each in threads[:_MAX_THREADS]:
         lines.append(f"Thread {name}\n")
-        each = top
         for _ in range(_MAX_FRAMES):
             if each is None:
                 break
