@@ -226,7 +226,7 @@ class Search:
             try:
                 connecting = asyncio.open_connection(address, port, limit=protocol.LINE_BYTES)
                 timeout = _CONNECT_SECONDS / (len(others) + 1)
-                reader, writer = opened = await asyncio.wait_for(connecting, timeout)
+                _, writer = opened = await asyncio.wait_for(connecting, timeout)
                 return await protocol.join(
                     *opened,
                     token=self.node.identity.token,

@@ -82,8 +82,9 @@ def _stacks(frame: "FrameType | None") -> str:
         if ident != _thread.get_ident():
             threads.append((getattr(known.get(ident), "name", f"thread {ident}"), top))
     lines = []
-    for name, each in threads[:_MAX_THREADS]:
+    for name, innermost in threads[:_MAX_THREADS]:
         lines.append(f"Thread {name}\n")
+        each = innermost
         for _ in range(_MAX_FRAMES):
             if each is None:
                 break
