@@ -703,6 +703,7 @@ def test_config_shows_origin_of_each_setting(
         "secret = ['TOKEN', 'KEY=k']\nenv = {A = '1', B = '2'}\n"
     )
     monkeypatch.setenv("CLUSTERJOB_NODES", "3")
+    monkeypatch.delenv("CLUSTERJOB_PYTHON")  # a setting of all tests here
     result = json.loads(terminal("config", "--json").stdout)
     assert (result["schema"], result["cluster"], result["backend"]) == (1, "lab", "local")
     lab = f"{path}: [clusters.lab]"

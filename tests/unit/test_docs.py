@@ -32,7 +32,6 @@ PAGES = sorted(
     ]
 )
 COMMANDS: dict[str, Any] = typer.main.get_command(app).commands
-JOB_COMMANDS = ("submit", "run", "render", "doctor")
 _FENCED = re.compile(r"^```.*?^```$", re.MULTILINE | re.DOTALL)
 _LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")
 
