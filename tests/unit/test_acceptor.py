@@ -31,7 +31,7 @@ def test_waiting_agents_are_accepted_at_once_and_oldest_silent_ones_dropped_beyo
         listener = socket.create_server(("127.0.0.1", 0))
         await members.open(listener, "127.0.0.1")
         peers = [socket.create_connection(listener.getsockname()) for _ in range(count)]
-        for _ in range(40):  # turns of the event loop
+        for _ in range(400):  # turns of the event loop
             await asyncio.sleep(0)
         waiting = len(members._waiting)
         await members.close()

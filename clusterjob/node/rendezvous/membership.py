@@ -32,9 +32,10 @@ from clusterjob.node.verdict import Failure
 
 _TOO_MANY = "too many unauthenticated connections"
 MAX_WAITING = 128  # unauthenticated connections, besides one for each agent that has not joined
-# Connections that the kernel keeps, and that are accepted before the first of them is served: a
-# thousand idle ones would take every descriptor of this process.
-_BACKLOG, _ACCEPTED = 4096, 16
+_BACKLOG = 4096  # connections
+# The part of those that may be unauthenticated which is accepted in one turn of the event loop. A
+# connection is served, or dropped, some turns later; all at once would take every descriptor.
+_TURN = 8
 
 
 def listen(master_addr: str, ports: Sequence[int], *, alone: bool = False) -> socket.socket:
@@ -194,7 +195,10 @@ class Membership:
             nnodes=self._nnodes,
         )
         self._server = await asyncio.start_server(
-            self._serve, sock=listener, backlog=_ACCEPTED, limit=protocol.LINE_BYTES
+            self._serve,
+            sock=listener,
+            backlog=max(1, self._max_waiting() // _TURN),  # to accept in one turn
+            limit=protocol.LINE_BYTES,
         )
         listener.listen(_BACKLOG)
         self.tasks = [asyncio.create_task(self._send_heartbeats())]
