@@ -118,6 +118,13 @@ def listing(rows: Rows) -> Callable[[Sequence[str]], CommandOutput]:
     return answer
 
 
+def test_status_is_unknown_while_platform_does_not_answer(tmp_path: Path, volc: Any) -> None:
+    volc(lambda _: CommandOutput(1, "", err="ServiceUnavailable: try again"))
+    found = MlpBackend().status([record("a", tmp_path)])["a"]
+    assert (found.state, found.verdict) == (JobState.UNKNOWN, None)
+    assert "does not answer" in found.reason
+
+
 def test_task_search_skips_pages_of_older_tasks(volc: Any) -> None:
     def rows(first: float, count: int, name: str) -> Rows:
         times = [time.strftime("%Y%m%d%H%M%S", time.gmtime(first + 60 * n)) for n in range(count)]
