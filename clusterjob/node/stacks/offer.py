@@ -77,7 +77,7 @@ def _stacks(frame: "FrameType | None") -> str:
         frame: the frame of this thread, which is the main thread.
     """
     known = getattr(sys.modules.get("threading"), "_active", {})
-    threads: "list[tuple[str, FrameType | None]]" = [("MainThread", frame)]
+    threads: list[tuple[str, FrameType | None]] = [("MainThread", frame)]
     for ident, top in sys._current_frames().items():
         if ident != _thread.get_ident():
             threads.append((getattr(known.get(ident), "name", f"thread {ident}"), top))
