@@ -68,7 +68,7 @@ def test_stuck_forked_worker_is_reported_with_stack_as_root_cause(make_job: Make
         """Return what the waiting ranks have printed; one of them speaks, mostly rank 0."""
         return "".join(log.read_text() for log in logs if log.exists())
 
-    wait_until(lambda: "has run for" in printed(), TEST_TIMEOUT)
+    wait_until(lambda: "waits in threading.wait" in printed(), TEST_TIMEOUT)
     assert job.wait() == [1, 1]
     assert time.monotonic() - begin < 40
     pid, number = job.path("pid3").read_text(), int(line_of(job, 3)) + 1
