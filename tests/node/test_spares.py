@@ -12,6 +12,7 @@ from procs import TEST_TIMEOUT, Job, alive, below, kill_all
 from clusterjob.node.logs.events import read_events
 
 MakeJob = Callable[..., Job]
+LEASE = ("--heartbeat", "0.2", "--lease", "3")
 # Each worker writes its variables into `<restart>.<rank>`, and ends when `enough` exists.
 PLACES = """
     import json, os, pathlib, time
@@ -54,7 +55,7 @@ def test_workers_of_frozen_agent_end_before_those_of_its_replacement_start(
     make_job: MakeJob,
 ) -> None:
     job = make_job(3)
-    job.start_all("--spares", "1", "--heartbeat", "0.2", "--lease", "2", job.script(PLACES))
+    job.start_all("--spares", "1", *LEASE, job.script(PLACES))
     job.wait_for("0.0", "0.1")
     worker = json.loads(job.path("0.1").read_text())["pid"]
     os.kill(job.agent_of(1), signal.SIGSTOP)
@@ -73,7 +74,7 @@ def kill_node(job: Job, number: int) -> None:
 
 def test_another_node_coordinates_after_loss_of_node_0(make_job: MakeJob) -> None:
     job = make_job(3)
-    job.start_all("--spares", "1", "--max-restarts", "2", job.script(PLACES))
+    job.start_all("--spares", "1", "--max-restarts", "2", *LEASE, job.script(PLACES))
     job.wait_for("0.0", "0.1")
     kill_node(job, 0)
     job.wait_for("1.0", "1.1")
@@ -93,7 +94,7 @@ def test_second_of_two_nodes_goes_on_only_if_the_first_has_certainly_ended(
 ) -> None:
     """This machine knows that the processes of node 0 have ended."""
     job = make_job(2)
-    job.start_all("--min-nodes", "1", "--max-restarts", "2", job.script(PLACES))
+    job.start_all("--min-nodes", "1", "--max-restarts", "2", *LEASE, job.script(PLACES))
     job.wait_for("0.0", "0.1")
     kill_node(job, 0)
     job.wait_for("1.0")
