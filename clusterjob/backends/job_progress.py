@@ -85,7 +85,7 @@ class Progress(NamedTuple):
 def progress(job_dir: Path) -> Progress:
     """Return the progress of a job from the events in its directory."""
     started_at, restarts, waiting, started = None, 0, "", None
-    restart_reason, attempt, slow = "", 0, ""
+    restart_reason, attempt, notice = "", 0, ""
     phases, stragglers = _Phases(), StragglersNow()
     agents_started = False
     for event in read_job_events(job_dir):
@@ -98,7 +98,7 @@ def progress(job_dir: Path) -> Progress:
             if started_at is None:
                 started = _clock(event)
             started_at = started_at or (at if isinstance(at, str) else now())
-            restarts, waiting = restart if type(restart) is int else 0, slow
+            restarts, waiting = restart if type(restart) is int else 0, notice
             attempt = _count(event, "attempt")
         elif kind == "waiting":
             missing = event.get("missing")
@@ -110,11 +110,11 @@ def progress(job_dir: Path) -> Progress:
         elif kind == "measuring":
             waiting = "measuring the hosts (--preflight)"
         elif kind == "preflight":
-            slow = _slow_hosts(event)
+            notice = _slow_hosts(event)
         elif kind == "restart":
             restart_reason = str(event.get("why", ""))[:_MAX_DETAIL]
         elif kind == "exec":
-            waiting = str(event.get("why", ""))
+            waiting = notice = str(event.get("why", ""))  # before or after the start
     if not agents_started:
         waiting = _preparing(job_dir)
         phase = JobProgress(JobPhase.SETUP, detail=waiting) if waiting else None

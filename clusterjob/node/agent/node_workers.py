@@ -230,10 +230,9 @@ class NodeWorkers:
         if message.why and self._options.start == "fork":
             self.fail_node(f"--start fork is impossible: {message.why}")
         elif message.why:
-            self._node.print_line(
-                f"node {self.failures.node_rank} starts its workers by exec: {message.why}"
-            )
-            self.report.set(by_exec=message.why[:300])
+            why = f"node {self.failures.node_rank} starts its workers by exec: {message.why}"
+            self._node.print_line(why)
+            self.report.set(by_exec=why[:300])
 
     def _on_store_exited(self, message: forkserver_messages.StoreExited) -> None:
         if not self.report.stops:

@@ -73,7 +73,7 @@ _RULES = (
     (
         Meaning.RANKS_MISSING,
         (
-            r"wait timeout after \d+ms, keys: /default_pg/"
+            r"wait timeout after \d+ms, keys: /(?:clusterjob/group\d+of\d+/)?default_pg/"
             r"|Timed out after \d+ seconds waiting for clients"
         ),
         "torch's store, in the rendezvous of init_process_group: TCPStore.cpp",
