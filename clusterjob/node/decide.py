@@ -816,13 +816,14 @@ class _Step:
         assert ledger.measure is not None
         here = [node for node in ledger.measure.nodes if nodes[node].lost is None]
         due = ledger.since + self.job.options.join_timeout + _PREFLIGHT_SECONDS
-        if self.now < due and not all(nodes[node].state.measured for node in here):
+        ended = {node: nodes[node].state.measured for node in here}
+        failed = any(how not in ("", MEASURED) for how in ended.values())  # the others wait for it
+        if self.now < due and not failed and not all(ended.values()):
             self.wake(due)
             return
         found = dict(self.view.slow)
-        for node in here:
-            how = nodes[node].state.measured
-            if how != MEASURED:
+        for node, how in ended.items():
+            if how != MEASURED and (how or not failed):
                 found[node] = f"the measuring process: {how or 'it does not end'}"
         slow = {node: found[node] for node in sorted(found) if node in here}
         self.change(slow=slow)

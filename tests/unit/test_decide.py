@@ -344,17 +344,21 @@ def test_slow_node_is_replaced_by_a_spare_or_refused(
         assert len(cluster.named("round_ended")) == 1
 
 
-def test_node_that_cannot_measure_or_does_not_end_in_time_is_slow() -> None:
-    cluster = measuring(4, spares=2, join_timeout=20.0)
-    measured(cluster, 0, 3)
+def test_node_that_cannot_measure_ends_the_preflight_and_is_slow() -> None:
+    cluster = measuring(4, spares=2)
     measured(cluster, 1, how="CUDA error")
+    assert cluster.decide() is Stage.RUN
+    assert dict(cluster.ledger.slow) == {1: "the measuring process: CUDA error"}
+    assert cluster.ledger.nodes == (0, 2)
+
+
+def test_node_whose_measuring_process_does_not_end_in_time_is_slow() -> None:
+    cluster = measuring(4, spares=2, join_timeout=20.0)
+    measured(cluster, 0, 1, 3)
     assert cluster.wait(49.0) is Stage.MEASURE
-    cluster.wait(2.0)
-    assert dict(cluster.ledger.slow) == {
-        1: "the measuring process: CUDA error",
-        2: "the measuring process: it does not end",
-    }
-    assert (cluster.ledger.stage, cluster.ledger.nodes) == (Stage.RUN, (0, 3))
+    assert cluster.wait(2.0) is Stage.RUN
+    assert dict(cluster.ledger.slow) == {2: "the measuring process: it does not end"}
+    assert cluster.ledger.nodes == (0, 1)
 
 
 def test_node_that_is_lost_while_it_measures_is_not_waited_for() -> None:
