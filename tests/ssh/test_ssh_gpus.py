@@ -45,8 +45,9 @@ def gpu_hosts(site: Site) -> Iterator[dict[str, FakeSmi]]:
         site.ssh_network.hosts[name].stop()
         site.ssh_network.hosts[name].start()
     for smi in found.values():
-        for path in gpus.lock_directory().glob(f"{smi.prefix}*"):
-            path.unlink()
+        for directory in gpus.lock_directories():
+            for path in directory.glob(f"{smi.prefix}*"):
+                path.unlink()
 
 
 def test_jobs_get_different_idle_gpus_on_each_host(

@@ -92,7 +92,8 @@ def test_detach_and_cancel_requests_are_read_back(job_dir: Path) -> None:
 
 def test_missing_job_directory_has_no_ends_and_refuses_detach(tmp_path: Path) -> None:
     gone = tmp_path / "gone"
-    ends.cancel(gone)
+    ends.cancel(gone)  # as on a full disk
+    ends.want_stacks(gone)
     with pytest.raises(OSError, match="gone"):
         ends.detach(gone)
     assert ends.written(gone) == ends.refusals(gone) == []

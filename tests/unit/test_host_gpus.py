@@ -23,7 +23,7 @@ GIB = 1 << 30
 def smi(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeSmi]:
     smi = FakeSmi(tmp_path / "smi")
     monkeypatch.setenv("PATH", f"{smi.directory}:{os.environ['PATH']}")
-    monkeypatch.setattr(gpus, "lock_directory", lambda: smi.directory)
+    monkeypatch.setattr(gpus, "lock_directories", lambda: [smi.directory])
     return smi
 
 
@@ -153,7 +153,7 @@ def test_concurrent_picks_return_different_gpus(smi: FakeSmi) -> None:
 import os, sys
 from clusterjob.node.host_server import gpus
 from pathlib import Path
-gpus.lock_directory = lambda: Path(sys.argv[1])
+gpus.lock_directories = lambda: [Path(sys.argv[1])]
 try:
     held = gpus.pick(str(os.getpid()), "auto", 1, {})
     print(*held, flush=True)
@@ -180,7 +180,7 @@ sys.stdin.read()
 
 def test_reservation_lasts_until_inheriting_process_exits(smi: FakeSmi) -> None:
     held = gpus.pick("a", "auto", count=4, environ={})
-    child = subprocess.Popen(["sleep", "1000"], pass_fds=tuple(held.values()))
+    child = subprocess.Popen(["sleep", "1000"], pass_fds=gpus.descriptors(held))
     gpus.release(held)
     try:
         with pytest.raises(gpus.TooFewGpusError, match="0 job a; 1 job a"):
@@ -197,5 +197,5 @@ def test_reservation_lasts_until_inheriting_process_exits(smi: FakeSmi) -> None:
 
 
 def test_lock_directory_is_private_to_user() -> None:
-    status = gpus.lock_directory().stat()
+    status = gpus.lock_directories()[0].stat()
     assert (status.st_mode & 0o777, status.st_uid) == (0o700, os.getuid())

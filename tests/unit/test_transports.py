@@ -17,6 +17,7 @@ from clusterjob.core.hosts import Host
 from clusterjob.errors import HostError, SpecError
 from clusterjob.remote import connect, openssh_transport
 from clusterjob.remote.process_channel import ProcessChannel
+from clusterjob.remote.protocol import PROGRESS_BYTES, Deadline
 from clusterjob.remote.sessions import Place
 from clusterjob.remote.ssh_config import Target
 from clusterjob.remote.ssh_options import ConnectionSettings
@@ -140,6 +141,15 @@ def test_stdin_is_closed_alone_and_exit_code_returned() -> None:
     assert stream.recv(10) == b""
     assert stream.wait_for_exit() == 3
     stream.close()
+
+
+def test_host_that_always_makes_progress_has_a_total_time() -> None:
+    deadline, begin = Deadline(0.2, total=0.4), time.monotonic()
+    with pytest.raises(TimeoutError):
+        while deadline.left():
+            deadline.progress(PROGRESS_BYTES)
+            time.sleep(0.01)
+    assert 0.4 <= time.monotonic() - begin < 5
 
 
 # -- errors of ssh -------------------------------------------------------------------------------

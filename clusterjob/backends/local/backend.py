@@ -144,7 +144,7 @@ class LocalBackend:
                     folder / AGENT_LOG,
                     hidden=plan.spec.hidden_variables,
                     stdin=None if command.node_rank else self.stdin,
-                    locks=tuple(locks.values()),
+                    locks=gpus.descriptors(locks),
                 )
                 lifelines.append(lifeline)
                 started.append(

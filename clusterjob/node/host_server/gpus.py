@@ -15,6 +15,7 @@ import stat
 import subprocess
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 
 from clusterjob.node.system import devices
@@ -24,7 +25,7 @@ AUTO = "auto"
 _IDLE_MEMORY = 1 << 30
 _SMI_TIMEOUT = 30.0  # seconds for nvidia-smi, which wakes sleeping GPUs one after the other
 _TMP = "/tmp"  # noqa: S108 - the owner of the directory in it is checked
-Locks = dict[str, int]  # descriptors of locked files, by the UUID of the GPU
+Locks = dict[str, list[int]]  # descriptors of locked files, by the UUID of the GPU
 
 
 class TooFewGpusError(Exception):
@@ -136,31 +137,40 @@ def _take(locks: Locks, gpu: Gpu, job_id: str) -> str:
     Raises:
         OSError: no lock file can be created.
     """
-    path = lock_directory() / gpu.uuid.replace("/", "_")
-    lock = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        holder = os.pread(lock, 200, 0).decode(errors="replace")
-        os.close(lock)
-        return f"job {holder}" if holder else "another job"
-    os.ftruncate(lock, 0)
-    os.pwrite(lock, job_id.encode(), 0)
-    locks[gpu.uuid] = lock
+    taken: list[int] = []
+    for directory in lock_directories():
+        path = directory / gpu.uuid.replace("/", "_")
+        lock = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+        taken.append(lock)
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            holder = os.pread(lock, 200, 0).decode(errors="replace")
+            release({gpu.uuid: taken})
+            return f"job {holder}" if holder else "another job"
+    for lock in taken:
+        os.ftruncate(lock, 0)
+        os.pwrite(lock, job_id.encode(), 0)
+    locks[gpu.uuid] = taken
     return ""
+
+
+def descriptors(locks: Locks) -> tuple[int, ...]:
+    """Return the descriptors that the processes of a job must inherit."""
+    return tuple(chain.from_iterable(locks.values()))
 
 
 def release(locks: Locks) -> None:
     """Close this process's descriptors; processes that inherited them keep the locks."""
-    for lock in locks.values():
+    for lock in descriptors(locks):
         os.close(lock)
 
 
-def lock_directory() -> Path:
-    """Return the directory of this user's locks on this machine.
+def lock_directories() -> list[Path]:
+    """Return the directories of this user's locks on this machine; a GPU is locked in all of them.
 
-    It is not in the home directory, which several machines may share. The one in /tmp is not used
-    if another user owns it; the user's last logout removes the other one.
+    None is in the home directory, which several machines may share. The one in /tmp is not used
+    if another user owns it. Some logins lack XDG_RUNTIME_DIR, and the last logout removes it.
 
     Raises:
         OSError: no directory belongs to this user.
@@ -169,14 +179,18 @@ def lock_directory() -> Path:
     common = Path(f"{_TMP}/clusterjob-gpus-{uid}")
     with contextlib.suppress(OSError):
         common.mkdir(mode=0o700, exist_ok=True)
-    for path in (common, Path(os.environ.get("XDG_RUNTIME_DIR") or f"/run/user/{uid}")):
+    found: list[Path] = []
+    runtime = Path(os.environ.get("XDG_RUNTIME_DIR") or f"/run/user/{uid}")
+    for path in dict.fromkeys((common, runtime, Path(f"/run/user/{uid}"))):
         with contextlib.suppress(OSError):
             status = path.lstat()
             if (stat.S_IFMT(status.st_mode), status.st_uid) == (stat.S_IFDIR, uid):
-                return path
-    raise OSError(
-        0, "the directory is not this user's, and XDG_RUNTIME_DIR names none", str(common)
-    )
+                found.append(path)
+    if not found:
+        raise OSError(
+            0, "the directory is not this user's, and XDG_RUNTIME_DIR names none", str(common)
+        )
+    return found
 
 
 def pick(job_id: str, wanted: str, count: int | None, environ: Mapping[str, str]) -> Locks:

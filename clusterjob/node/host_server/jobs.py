@@ -131,7 +131,7 @@ def start(home: Path, job: str, node: int, script: str, env: dict[str, str]) -> 
             cwd=job_dir,
             env=work_environment() | env,
             start_new_session=True,
-            pass_fds=tuple(locks.values()),
+            pass_fds=gpus.descriptors(locks),
         )
     gpus.release(locks)  # the agent and its children hold the locks
     noted = {"pid": agent.pid, "process": processes.identity(agent.pid)}
