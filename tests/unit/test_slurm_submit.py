@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import subprocess
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -133,7 +133,7 @@ s/%[A-Za-z]/N\/A/g'
 
 
 @pytest.fixture
-def bin_(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+def bin_(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Return the directory of a squeue that shows one held job."""
     write_tree(tmp_path / "bin", squeue=SQUEUE)
     (tmp_path / "bin" / "squeue").chmod(0o755)
