@@ -15,6 +15,7 @@ import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from resource import RLIMIT_NOFILE, getrlimit, setrlimit
 
 import pytest
 from launching import free_port
@@ -381,6 +382,26 @@ def test_metrics_port_answers_requests_to_this_machine(request_text: bytes, stat
                 writer.close()
 
     assert asyncio.run(answer())[9:12] == status
+
+
+def test_metrics_port_is_served_again_after_descriptors_ran_out() -> None:
+    async def answer() -> bytes:
+        port, loop, limits = free_port(), asyncio.get_running_loop(), getrlimit(RLIMIT_NOFILE)
+        loop.set_exception_handler(lambda *_: None)  # which logs that no descriptor is free
+        async with await prometheus.serve(port, lambda: "text"):
+            with socket.socket() as client:
+                client.setblocking(False)
+                setrlimit(RLIMIT_NOFILE, (3, limits[1]))
+                try:
+                    await loop.sock_connect(client, ("127.0.0.1", port))
+                    await loop.sock_sendall(client, b"GET /metrics HTTP/1.1\r\n\r\n")
+                    with pytest.raises(asyncio.TimeoutError):
+                        await asyncio.wait_for(loop.sock_recv(client, 12), 0.3)
+                finally:
+                    setrlimit(RLIMIT_NOFILE, limits)
+                return await asyncio.wait_for(loop.sock_recv(client, 12), TEST_TIMEOUT)
+
+    assert asyncio.run(answer()) == b"HTTP/1.1 200"
 
 
 @pytest.mark.skipif(shutil.which("gcc") is None, reason="needs gcc: apt install gcc")

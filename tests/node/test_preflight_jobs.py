@@ -75,6 +75,17 @@ def test_preflight_measures_hosts_and_starts_the_job(make_job: MakeJob) -> None:
     assert len(shown["rows"]) == 2
 
 
+def test_cancel_ends_the_preflight(make_job: MakeJob) -> None:
+    job = make_job(2)
+    job.start_all("--preflight", job.script('print("up")'), python=WITH_TORCH)
+    pids = wait_for_measuring(job)
+    job.agents[0].send_signal(signal.SIGTERM)
+    job.wait()
+    assert job.result["state"] == "CANCELLED"
+    assert not job.events("started")
+    assert not [pid for pid in pids if command_line(pid)]
+
+
 def test_killed_measuring_process_is_named_and_the_job_is_refused(make_job: MakeJob) -> None:
     job = make_job(2)
     job.start_all("--preflight", job.script('print("up")'), python=WITH_TORCH)

@@ -126,6 +126,16 @@ def test_job_runs_on_queue(user: User) -> None:
     assert not (folder / "token").exists()
 
 
+def test_secret_reaches_workers_and_no_file_of_job(user: User, tmp_path: Path) -> None:
+    (tmp_path / "key").write_text("5ecret")
+    (tmp_path / "work" / "tell.py").write_text("import os; print(os.environ['KEY'][::-1])")
+    options = ("--nproc-per-node", "1", "--nodes", "1", "--start", "exec")
+    ran = user.clusterjob("run", *FLAGS, *options, "--secret", f"KEY={tmp_path / 'key'}", "tell.py")
+    assert (ran.code, ran.out) == (0, "terce5\n"), ran.err
+    files = [path for path in Path(os.environ["CLUSTERJOB_HOME"]).rglob("*") if path.is_file()]
+    assert [path for path in files if b"5ecret" in path.read_bytes()] == []
+
+
 def test_job_on_queue_can_be_cancelled(user: User) -> None:
     ran = user.clusterjob("submit", *FLAGS, "train.py", "wait")
     assert ran.code == 0, ran.err

@@ -108,6 +108,10 @@ def below_world_writable_directory(folder: Path) -> None:
     folder.parent.chmod(0o777)
 
 
+def below_directory_of_nobody(folder: Path) -> None:
+    os.chown(folder.parent, NOBODY, NOBODY)
+
+
 def records_owned_by_nobody(folder: Path) -> None:
     folder.mkdir()
     owned_by_nobody(folder / "records")
@@ -120,6 +124,7 @@ def records_owned_by_nobody(folder: Path) -> None:
         (world_writable, "everyone can write to it (mode 0777)"),
         (group_writable, "its group can write to it (mode 0770)"),
         (below_world_writable_directory, "could put another directory in its place"),
+        (below_directory_of_nobody, "uid 65534 owns"),
         (records_owned_by_nobody, "it belongs to nobody (uid 65534)"),
     ],
 )
@@ -168,3 +173,11 @@ def test_directory_writable_by_group_of_user_alone_is_accepted(tmp_path: Path) -
     assert private_dirs.other_writers(tmp_path) == ""
     os.chown(tmp_path, 0, 12345)
     assert private_dirs.other_writers(tmp_path) == "its group can write to it (mode 0770)"
+
+
+def test_link_of_another_user_to_own_file_is_that_users(tmp_path: Path) -> None:
+    (tmp_path / "own").touch()
+    (tmp_path / "link").symlink_to("own")
+    assert private_dirs.other_writers(tmp_path / "link") == ""
+    os.chown(tmp_path / "link", NOBODY, NOBODY, follow_symlinks=False)
+    assert private_dirs.other_writers(tmp_path / "link") == "it belongs to nobody (uid 65534)"

@@ -407,19 +407,26 @@ def test_certificate_without_ssh_command_is_clear_error(
 
 
 @pytest.mark.parametrize(
-    ("principal", "validity", "why"),
-    [("gpu9", "-1h:+1h", "name is not a listed principal"), ("10.77.0.1", "-2h:-1h", "expired")],
+    ("principal", "validity", "known", "why"),
+    [
+        ("gpu9", "-1h:+1h", "@cert-authority * {}", "name is not a listed principal"),
+        ("10.77.0.1", "-2h:-1h", "@cert-authority * {}", "expired"),
+        ("10.77.0.1", "-1h:+1h", "@cert-authority * {0}\n@revoked * {0}", "its key is revoked"),
+        ("10.77.0.1", "-1h:+1h", "@cert-authority * {1}", "its key is unknown"),
+    ],
 )
-def test_certificate_with_wrong_principal_or_validity_is_refused(
+def test_certificate_that_its_authority_does_not_vouch_for_is_refused(
     ssh_network: SshNetwork,
     pool: Pool,
     authority: Authority,
     principal: str,
     validity: str,
+    known: str,
     why: str,
 ) -> None:
     authority.certify("gpu1", principal=principal, validity=validity)
-    ssh_network.known_hosts.write_text(f"@cert-authority 10.77.0.* {authority.public}\n")
+    other = ssh_network.hosts["gpu2"].public_key
+    ssh_network.known_hosts.write_text(known.format(authority.public, other) + "\n")
     assert why in refusal(pool, "gpu1").message
 
 

@@ -10,6 +10,7 @@ import secrets
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -279,9 +280,11 @@ def test_user_control_master_is_used_and_not_closed(
 
 @pytest.mark.slow
 def test_paramiko_asks_for_code_on_terminal(site: Site, commands: Commands, codes: Codes) -> None:
-    argv = [*hosts_of(site, "gpu1"), "--set", "transport=paramiko"]
+    argv = [*hosts_of(site, "gpu1"), "--set", "transport=paramiko", "--set", "connect_timeout=1"]
     with commands.on_terminal(*argv) as terminal:
         terminal.answer(b"gpu1: One-time password", "123")  # a wrong one is asked again
+        terminal.read_until(b"gpu1: One-time password")
+        time.sleep(3)  # a person takes longer than connect_timeout
         terminal.answer(b"gpu1: One-time password", codes.next())
         terminal.read_until(REACHED.encode())
 

@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 from launching import write_tree
@@ -519,6 +520,19 @@ def test_repeated_status_queries_platform_once_per_poll_interval(tmp_path: Path)
     backend = FixedTasksBackend([task(JobState.RUNNING, "Running")])
     found = {backend.status([job])["a"].state for _ in range(50)}
     assert (found, backend.task_queries) == ({JobState.RUNNING}, 1)
+
+
+def test_end_of_task_is_reported_when_disk_is_full(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job = record("a", tmp_path)
+    backend = FixedTasksBackend([task(JobState.SUCCEEDED, "Success")])
+    monkeypatch.setattr(attempts.files, "write_json", Mock(side_effect=OSError(28, "full")))
+    assert backend.status([job])["a"].reason.endswith("waiting for the rest of its log")
+    later = time.time() + 30
+    monkeypatch.setattr(attempts.time, "time", lambda: later)
+    time.sleep(0.01)  # longer than the poll interval
+    assert backend.status([job])["a"].state is JobState.SUCCEEDED
 
 
 def test_fetch_from_platform_is_refused(tmp_path: Path) -> None:
