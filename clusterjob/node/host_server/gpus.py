@@ -167,7 +167,7 @@ def release(locks: Locks) -> None:
 
 
 def lock_directories() -> list[Path]:
-    """Return the directories of this user's locks on this machine; a GPU is locked in all of them.
+    """Return the private directories of this user's locks; a GPU is locked in all of them.
 
     None is in the home directory, which several machines may share. The one in /tmp is not used
     if another user owns it. Some logins lack XDG_RUNTIME_DIR, and the last logout removes it.
@@ -184,7 +184,8 @@ def lock_directories() -> list[Path]:
     for path in dict.fromkeys((common, runtime, Path(f"/run/user/{uid}"))):
         with contextlib.suppress(OSError):
             status = path.lstat()
-            if (stat.S_IFMT(status.st_mode), status.st_uid) == (stat.S_IFDIR, uid):
+            kind, others = stat.S_IFMT(status.st_mode), status.st_mode & 0o077
+            if (kind, status.st_uid, others) == (stat.S_IFDIR, uid, 0) and path.is_absolute():
                 found.append(path)
     if not found:
         raise OSError(
