@@ -110,11 +110,12 @@ def progress(job_dir: Path) -> Progress:
         elif kind == "measuring":
             waiting = "measuring the hosts (--preflight)"
         elif kind == "preflight":
-            notice = _slow_hosts(event)
+            notice = _slow_hosts(event) or notice
         elif kind == "restart":
             restart_reason = str(event.get("why", ""))[:_MAX_DETAIL]
         elif kind == "exec":
-            waiting = notice = str(event.get("why", ""))  # before or after the start
+            # Before or after the start.
+            waiting = notice = str(event.get("why", ""))[:_MAX_DETAIL]
     if not agents_started:
         waiting = _preparing(job_dir)
         phase = JobProgress(JobPhase.SETUP, detail=waiting) if waiting else None

@@ -29,7 +29,6 @@ LEFT_OUT = (
     "doctor/",
     "insight/",
     "remote/",
-    "__main__.py",
 )
 # The end of the package's __init__.py in the zip. It holds the importer, and all other modules in
 # one compressed block, which is smaller than separate entries and loads faster. Python opens the

@@ -70,7 +70,7 @@ _NO_ANSWER = "does not answer the stop order"
 _NOT_STARTED = "before its workers had started"
 _PREFLIGHT_SECONDS = 30.0  # the longest preflight, after the start of its processes
 MEASURED = "done"
-_SMALL_WORLD = 16  # ranks
+_SMALL_WORLD, _MOST_IMPORTS = 16, 4  # ranks; events
 
 
 _NEW_STATE = NodeState()
@@ -233,7 +233,7 @@ class Run:
         successes: how many ranks have ended with exit code 0, and when the last one did; infinity
             if the ranks that still run were named since.
         counts: the ranks that have joined and formed a group, as the last event says.
-        importing: whether ranks import torch.
+        importing, imports: whether ranks import torch, and how often that began.
         alive: when a worker last gave a sign of life.
         sample: the number of the newest sample of stacks; 0 without one.
         sampled: when it was ordered.
@@ -253,6 +253,7 @@ class Run:
     successes: tuple[int, float] = (0, 0.0)
     counts: tuple[int, int] = (0, 0)
     importing: bool = False
+    imports: int = 0
     alive: float = 0.0
     sample: int = 0
     sampled: float = 0.0
@@ -1048,12 +1049,18 @@ class _Step:
             self.change(limit_runs=True)
         importing = any(node.state.importing for node in here)
         if importing is not run.importing:
-            self.change_run(importing=importing)
-            self.add("importing", restart=ledger.restarts, torch=importing)
+            imports = run.imports + importing
+            self.change_run(importing=importing, imports=imports)
+            if imports <= _MOST_IMPORTS:  # user code may pretend to import for ever
+                self.add("importing", restart=ledger.restarts, torch=importing)
         joined = sum(min(node.state.joined, node.nproc) for node in here)
         formed = sum(min(node.state.formed, node.state.joined, node.nproc) for node in here)
         counts, size = (max(run.counts[0], joined), max(run.counts[1], formed)), run.world_size
-        if any(_is_step(*each, size=size) for each in zip(run.counts, counts, strict=True)):
+        waits = any(
+            node.state.missing not in (None, run.missing.get(node.node_rank)) for node in here
+        )
+        steps = (_is_step(*each, size=size) for each in zip(run.counts, counts, strict=True))
+        if counts != run.counts and (waits or any(steps)):
             self.change_run(counts=counts)
             self.add(
                 "ranks",
@@ -1341,5 +1348,6 @@ def _has_ended(node: Node) -> bool:
 
 
 def _is_step(old: int, new: int, size: int) -> bool:
-    """Return whether a count gets an event: of many ranks, one that doubled or is complete."""
-    return new != old and (size <= _SMALL_WORLD or new == size or new >= 2 * old)
+    """Return whether a count gets an event: of many ranks, one that doubled or is nearly all."""
+    nearly = 2 * (size - new) <= size - old
+    return new != old and (size <= _SMALL_WORLD or nearly or new >= 2 * old)

@@ -225,11 +225,13 @@ def _await_answer(store: GroupStore, own: Facts, timeout: float) -> None:
             continue
         if final or store.claim(f"notice{notices}"):
             missing = _without(store, "rank")
-            process.report("WorkerWaiting", ranks=missing[:_MAX_NAMED], final=final)
-            text = _describe_missing(store, missing)
+            text = f"{own} has joined, and the rank that ends the rendezvous does not answer"
+            if missing:
+                process.report("WorkerWaiting", ranks=missing[:_MAX_NAMED], final=final)
+                text = _describe_missing(store, missing)
             if final:
                 _answer(store, f"{text}; gave up after {waited:.0f} s", late=True)
-            else:
+            elif missing:
                 print_notice(f"{text}; {waited:.0f} s so far")
         notices += 1
 

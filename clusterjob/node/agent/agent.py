@@ -47,6 +47,7 @@ if TYPE_CHECKING:
     from clusterjob.node.notifications.notifier import Notifier
 
 _RENEW_INTERVAL = 0.5  # seconds
+_APPEND = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC
 _GONE_SECONDS, _PAUSE = 6.0, 0.02  # seconds for the workers to end before this node joins again
 _END_SECONDS = 2.0  # seconds for the coordinator to close its connections
 # Seconds to look for the coordinator before another node takes its place: if it was killed, as it
@@ -199,7 +200,6 @@ class Agent:
         if order.round > self._report.state.round and (order.world or order.stop):
             self._report.begin(order.round)
             if order.world is not None:
-                self._deadline, self._alone = None, 0  # a search was successful
                 if self._options.metrics:
                     self._metrics.begin_round(order.world)
                 self._renew_lease()  # that of the last coordinator may be over
@@ -251,17 +251,17 @@ class Agent:
         after += self._alone * _AGAIN_SECONDS + self._position * _TURN_SECONDS
         if self._earlier is None:
             after = math.inf
-        if self._deadline is None:
-            wait = options.join_timeout
-            if lost is not None:
-                goes_on = options.spares or options.min_nodes is not None  # without this node
-                wait = max(options.return_timeout, wait if goes_on else 0.0)
-            self._deadline = time.monotonic() + wait
-        addresses = [self._node.topology.master_addr]
+        deadline, addresses = self._deadline, [self._node.topology.master_addr]
+        if lost is None:
+            deadline = time.monotonic() + options.join_timeout
+        elif deadline is None:
+            goes_on = options.spares or options.min_nodes is not None  # without this node
+            wait = max(options.return_timeout, options.join_timeout if goes_on else 0.0)
+            deadline = self._deadline = time.monotonic() + wait
         if lost is not None:
             addresses += self._parent.note.read().get("successors", [])
         cancelled = self._requests.cancelled
-        search = Search(self._node, self._hello, cancelled, self._deadline, first=lost is None)
+        search = Search(self._node, self._hello, cancelled, deadline, first=lost is None)
         try:
             while (channel := await search.run(addresses, time.monotonic() + after)) is None:
                 if lost is not None and (earlier := await self._replaceable(lost)) is not None:
@@ -307,6 +307,7 @@ class Agent:
             )
         self._parent.keep(successors=[each.address for each in message.successors], rounds=seen)
         if seen != self._report.state.seen:
+            self._deadline, self._alone = None, 0  # the search was successful
             self._hello = replace(self._hello, rounds=seen)
             self._report.set(seen=seen)
 
@@ -414,28 +415,32 @@ class Agent:
         package = Path(preflight.__file__).parents[2]  # in a directory, or in the node zip
         paths = (os.fspath(package), os.environ.get("PYTHONPATH", ""))
         variables["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
-        log = os.open(directory / PREFLIGHT_LOG, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
-        process = await asyncio.create_subprocess_exec(
-            *(sys.executable, "-m", preflight.__name__),
-            stdin=asyncio.subprocess.PIPE,
-            stdout=asyncio.subprocess.PIPE,
-            stderr=log,
-            cwd=directory,  # no module of the script's directory takes the place of another
-            env=os.environ | variables,
-            pass_fds=[store.fileno()] if store is not None else [],
-            start_new_session=True,  # no Ctrl-C of a terminal
-        )
-        os.close(log)
-        if store is not None:
-            store.close()
-        found = {"error": "it has ended; its log is preflight.log"}
+        found, process = {"error": "it has ended; its log is preflight.log"}, None
         try:
+            opened = os.open(directory / PREFLIGHT_LOG, _APPEND, 0o600)
+            with os.fdopen(opened, "ab") as log:
+                process = await asyncio.create_subprocess_exec(
+                    *(sys.executable, "-m", preflight.__name__),
+                    stdin=asyncio.subprocess.PIPE,
+                    stdout=asyncio.subprocess.PIPE,
+                    stderr=log,
+                    cwd=directory,  # no module of the script's directory replaces another
+                    env=os.environ | variables,
+                    pass_fds=[store.fileno()] if store is not None else [],
+                    start_new_session=True,  # no Ctrl-C of a terminal
+                )
             data, _ = await process.communicate(json.dumps(given).encode())
-        finally:
-            with contextlib.suppress(ProcessLookupError):
-                process.kill()
-        with contextlib.suppress(ValueError):
             found = json.loads(data)
+        except OSError as error:
+            found = {"error": error.strerror or str(error)}
+        except ValueError:
+            pass  # it was killed
+        finally:
+            if store is not None:
+                store.close()
+            if process is not None:
+                with contextlib.suppress(ProcessLookupError):
+                    process.kill()
         if store is not None:  # before the state: the coordinator in this process needs both
             self._send(messages.PreflightFound(found))
         self._report.set(measured=found.get("error", MEASURED)[:300])

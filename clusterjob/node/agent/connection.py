@@ -147,7 +147,7 @@ class Search:
                 over = not self.first and ends.has_result(directory, attempt)
                 if over or self.cancelled.done():
                     raise RendezvousError("the job has ended without this node")
-                refused = ends.refusals(directory, attempt)
+                refused = ends.refusals(directory, attempt) if self.first else []
                 if why := next((each.message for each in refused if not each.node_rank), ""):
                     raise RendezvousError(f"node 0 did not start: {why}")
                 if moment > notice_at:

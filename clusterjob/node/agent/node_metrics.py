@@ -184,5 +184,9 @@ def durations(begins: Iterable[PhaseBegin], begin: float, now: float) -> dict[st
         "startup": round(running[0] - begin, 1) if 0 in running else None,
         "restarts": last,
         "restart_seconds": round(lost, 1),
-        "ran": {rank: round(at - rounds[last], 1) for rank, at in ends.get(last, {}).items()},
+        "ran": {
+            rank: round(at - rounds[last], 1)
+            for rank, at in ends.get(last, {}).items()
+            if last in rounds  # a full disk may have lost the begin of a round
+        },
     }

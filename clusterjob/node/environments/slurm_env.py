@@ -231,8 +231,11 @@ def resolve_master_address(topology: Topology, environ: Mapping[str, str]) -> To
     error = network.why_unresolvable(topology.master_addr)
     if not error:
         return topology
-    alone = topology.nnodes == 1
-    addresses = [OWN_ADDRESS] if alone else node_addresses(topology.master_addr, environ)
+    if topology.nnodes == 1:
+        addresses = [OWN_ADDRESS]
+    else:
+        addresses = _launch_address(topology, environ)
+        addresses = addresses or node_addresses(topology.master_addr, environ)
     if not addresses:
         raise PlacementError(
             f"node 0 is {topology.master_addr}, which does not resolve here ({error}), and Slurm "
@@ -240,6 +243,20 @@ def resolve_master_address(topology: Topology, environ: Mapping[str, str]) -> To
             "`export MASTER_ADDR=ADDRESS` before srun sets the address of the step's first node",
         )
     return replace(topology, master_addr=addresses[0])
+
+
+def _launch_address(topology: Topology, environ: Mapping[str, str]) -> list[str]:
+    """Return the address of the node that ran srun, if that is node 0.
+
+    It is node 0 if srun ran in a batch script, which runs on the job's first node.
+    """
+    address = environ.get("SLURM_LAUNCH_NODE_IPADDR", "").strip()
+    if environ.get("ENVIRONMENT") != "BATCH" or not address or network.is_loopback(address):
+        return []
+    with contextlib.suppress(PlacementError):
+        first = expand_hostlist(environ.get("SLURM_JOB_NODELIST", ""))[:1]
+        return [address] if first == [topology.master_addr] else []
+    return []
 
 
 def node_addresses(names: str, environ: Mapping[str, str]) -> list[str]:

@@ -74,7 +74,7 @@ def _agent_of(job_dir: Path, node: int) -> int | None:
     pid: int = 0 if noted is None else noted["pid"]
     if noted is None or processes.start_ticks(pid) is None:
         return None
-    return pid if processes.identity(pid) == noted["process"] else None
+    return pid if processes.identity(pid) == noted.get("process") else None
 
 
 # -- start and stop ------------------------------------------------------------------------------
@@ -393,7 +393,10 @@ def _walk(
     if kind is not None and name != ".":
         mode, time_ns = status.st_mode & 0o777, max(0, status.st_mtime_ns)
         link = os.readlink(path) if kind == "link" else ""
-        digest = files.sha256(Path(path)) if digests and kind == "file" else ""
+        digest = ""
+        if digests and kind == "file":
+            with contextlib.suppress(OSError):  # it changed, or cannot be read: it is asked for
+                digest = files.sha256(Path(path))
         entries.append((name, kind, mode, status.st_size, time_ns, link, digest))
     if kind == "dir":
         for child in sorted({*os.listdir(path)} - {".git"}):

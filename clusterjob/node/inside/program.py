@@ -132,13 +132,15 @@ def _serve(worker: RankProcess, keeper: int, request: dict[str, Any], enter: Seq
     _send_end(connection, code, ended=job_ended or bool(stopped))
 
 
-def _send_end(connection: Streams, code: int | None, *, ended: bool) -> None:
+def _send_end(
+    connection: Streams, code: int | None, *, ended: bool, seconds: float = _FLUSH
+) -> None:
     """Send what is left of the streams, and the last frame, with the exit code."""
     end = time.monotonic() + (0.0 if code is None else _LAST_OUTPUT)
     while connection.reading and not connection.closed and time.monotonic() < end:
         connection.step(_SHORT_TICK)
     connection.tell({"code": code, "ended": ended})
-    end = time.monotonic() + _FLUSH
+    end = time.monotonic() + seconds
     while connection.unsent and not connection.closed and time.monotonic() < end:
         connection.step(_SHORT_TICK)
 
@@ -163,19 +165,21 @@ def _send_stacks(request: dict[str, Any]) -> None:
     for begin in range(0, len(data), streams.MAX_PAYLOAD):  # the submitter stores none of them
         part = data[begin : begin + streams.MAX_PAYLOAD]
         connection.send(streams.DATA, STDOUT, payload=part.encode())
-    _send_end(connection, 0, ended=False)
+    _send_end(connection, 0, ended=False, seconds=_MAX_STACKS)
 
 
 def _open_connection(connection: Streams, number: int, port: int) -> None:
     """Connect to a port of this machine and add the stream; reset it on an error."""
-    try:
-        # A server on "localhost" may listen on 127.0.0.1, ::1 or both.
-        sock = socket.create_connection(("localhost", port), _CONNECT_TIMEOUT)
-    except OSError as error:
-        why = f"{port}: {error.strerror or 'timed out'}"
-        connection.send(streams.RESET, number, payload=why.encode())
-    else:
-        streams.add_socket(connection, number, sock)
+    why = ""
+    for address in ("127.0.0.1", "::1"):  # a server on "localhost" may listen on either
+        try:
+            sock = socket.create_connection((address, port), _CONNECT_TIMEOUT)
+        except OSError as error:
+            why = why or f"{port}: {error.strerror or 'timed out'}"
+        else:
+            streams.add_socket(connection, number, sock)
+            return
+    connection.send(streams.RESET, number, payload=why.encode())
 
 
 class NotHereError(Exception):
@@ -252,6 +256,9 @@ class _Command:
         directory = f"/proc/{beside}/cwd"
         if enter:  # the directory may exist only in the container
             words, directory = [*enter, "--wd", "--", *words], "/"
+        else:  # the link leads into another mount namespace, where the path may be unreachable
+            with contextlib.suppress(OSError):
+                directory = os.readlink(directory)
         try:
             self._start(words, environ, directory=directory, stdin=request["stdin"])
         except OSError as error:

@@ -27,9 +27,11 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import json
 import os
 import re
 import time
+import zlib
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -246,13 +248,17 @@ def files_in_code() -> str:
     tree = os.environ.get(contract.CODE_TREE) or os.environ.get(contract.CODE_DIR, "")
     found: list[str] = []
     begin = time.monotonic()
-    with contextlib.suppress(OSError, ValueError):
-        since = Path(tree).with_name(CODE_LIST).stat().st_mtime_ns
+    with contextlib.suppress(OSError, ValueError, LookupError, TypeError, zlib.error):
+        listed = Path(tree).with_name(CODE_LIST)
+        since = listed.stat().st_mtime_ns
+        known = {path for path, *_ in json.loads(zlib.decompress(listed.read_bytes()))}
         for folder, directories, names in os.walk(tree if os.path.basename(tree) == CODE else ""):
             directories[:] = [name for name in directories if name not in _NOT_WRITTEN]
             paths = [os.path.join(folder, name) for name in names]
-            new = [path for path in paths if os.lstat(path).st_mtime_ns > since]
-            found += [os.path.relpath(path, tree)[:200] for path in new]
+            for path in paths:
+                name = os.path.relpath(path, tree)
+                if name not in known or os.lstat(path).st_mtime_ns > since:
+                    found.append(name[:200])
             if len(found) > _MAX_NAMED or time.monotonic() - begin > _MAX_WALK:
                 break
     shown = ", ".join(found[:_MAX_NAMED]) + ", ..." * (len(found) > _MAX_NAMED)
@@ -334,7 +340,7 @@ def _aside(job_dir: Path) -> Path:
     If another user made or could change the directory in /tmp, the path is one that cannot exist.
     """
     with contextlib.suppress(OSError):
-        if not private_dirs.exposed(_ASIDE):
+        if files.is_directory(_ASIDE) and not private_dirs.exposed(_ASIDE):
             return _ASIDE / f"{hashlib.sha256(os.fsencode(job_dir)).hexdigest()}.json"
     return Path(os.devnull, "none")
 

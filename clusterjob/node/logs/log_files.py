@@ -241,6 +241,7 @@ class LogFile:
         raw: see `LogReader`.
         offset: the bytes that were read.
         rest: the beginning of a line that has no newline yet.
+        late: whether that was recorded late enough for the reader.
     """
 
     node_rank: int
@@ -250,6 +251,7 @@ class LogFile:
     raw: bool = False
     offset: int = 0
     rest: bytes = b""
+    late: bool = True
 
     def lines_up_to(self, size: int | None, seconds: float = 0.0) -> Iterator[list[LogLine]]:
         """Yield the lines up to this file size, in batches that need little memory.
@@ -377,12 +379,15 @@ class LogReader:
             self._moment = max(self._moment, seconds)
             file = self._file(node_rank, name)
             if file is not None:
+                file.late = seconds >= self._begin(node_rank)
                 lines = file.lines_up_to(size, seconds)
-                yield from lines if seconds >= self._begin(node_rank) else ([] for _ in lines)
+                yield from lines if file.late else ([] for _ in lines)
         for node_rank in self._nodes() if end else ():
             for file in self._files_of(node_rank):
+                noted = file.offset
                 yield from file.lines_up_to(None, self._moment)
-                yield file.last_line(self._moment)
+                last_line = file.last_line(self._moment)
+                yield last_line if file.late or file.offset > noted else []
 
     def attempts(self) -> set[int]:
         """Return the attempts of the job whose workers have log files."""

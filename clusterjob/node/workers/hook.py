@@ -79,9 +79,12 @@ class _Finder:
         """Return the spec of a module to patch; None for all other modules."""
         if name not in _PATCHED:
             return None
-        from _frozen_importlib_external import PathFinder
-
-        spec = PathFinder.find_spec(name, path, target)
+        spec = None
+        for finder in list(sys.meta_path):
+            # Some finders have only find_module. Two hooks would call each other without an end.
+            find = getattr(finder, "find_spec", None)
+            if spec is None and find is not None and not getattr(finder, "of_clusterjob", False):
+                spec = find(name, path, target)
         if spec is not None and spec.loader is not None:
             execute = spec.loader.exec_module
 
@@ -92,7 +95,7 @@ class _Finder:
                 execute(module)
                 _patch(module)
 
-            spec.loader.exec_module = exec_module  # type: ignore[method-assign]
+            spec.loader.exec_module = exec_module
         return spec
 
 

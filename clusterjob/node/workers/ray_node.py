@@ -150,7 +150,8 @@ def _run(directory: str, timeout: str, cpus: str, *program: str) -> int:
             refused = 0
             while refused < _LOST:
                 time.sleep(_POLL)
-                refused = 0 if _answers(host, port) else refused + 1
+                # A timeout is a slow network; the agents notice a lost node.
+                refused = 0 if _answers(host, port, late=True) else refused + 1
                 if not refused:
                     check()
             return 0
@@ -199,9 +200,11 @@ def _head() -> tuple[str, int]:
         raise ClusterJobError(f"{host} cannot be resolved: {error.strerror}") from error
 
 
-def _answers(host: str, port: int) -> bool:
+def _answers(host: str, port: int, *, late: bool = False) -> bool:
     try:
         socket.create_connection((host, port), _CONNECT_TIMEOUT).close()
+    except TimeoutError:
+        return late
     except OSError:
         return False
     return True
