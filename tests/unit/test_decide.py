@@ -1051,7 +1051,7 @@ def test_counts_never_fall() -> None:
     for number in (2, 3):
         cluster.say(number, joined=8)
         cluster.decide()
-    assert [each["joined"] for each in cluster.named("ranks")] == [8, 16, 32]
+    assert [each["joined"] for each in cluster.named("ranks")] == [8, 16, 24, 32]
 
 
 # -- a hang ----------------------------------------------------------------------------------------
