@@ -26,6 +26,7 @@ _PATCHED = {
     "torch": "note_import",  # it takes seconds, which the job's phase shows
     "signal": "",  # see `_report_sigterm`
 }
+_MARK = "_patched_by_clusterjob"
 _HERE = os.path.dirname(os.path.abspath(__file__))
 
 
@@ -101,6 +102,9 @@ class _Finder:
 
 def _patch(module):
     # type: (ModuleType) -> None
+    if hasattr(module, _MARK):  # a finder that calls all finders causes a second call
+        return
+    setattr(module, _MARK, True)
     if module.__name__ == "signal":
         _report_sigterm(module)
     else:
