@@ -106,9 +106,6 @@ def offer() -> None:
                 continue
             own = _Offer(name)
             _signal.signal(number, own)
-            # C libraries may take an interrupted read for an error. The price: a main thread in a
-            # wait for a lock does not run the handler, and shows its own stack alone.
-            _signal.siginterrupt(number, False)
             if number == SIGNAL:
                 faulthandler.register(number, file=own.descriptor, all_threads=False, chain=False)
                 # The exiting interpreter resets signal handlers, then ends faulthandler, which sets
