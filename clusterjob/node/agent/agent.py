@@ -47,7 +47,6 @@ if TYPE_CHECKING:
     from clusterjob.node.notifications.notifier import Notifier
 
 _RENEW_INTERVAL = 0.5  # seconds
-_APPEND = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC
 _GONE_SECONDS, _PAUSE = 6.0, 0.02  # seconds for the workers to end before this node joins again
 _END_SECONDS = 2.0  # seconds for the coordinator to close its connections
 # Seconds to look for the coordinator before another node takes its place: if it was killed, as it
@@ -417,8 +416,7 @@ class Agent:
         variables["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
         found, process = {"error": "it has ended; its log is preflight.log"}, None
         try:
-            opened = os.open(directory / PREFLIGHT_LOG, _APPEND, 0o600)
-            with os.fdopen(opened, "ab") as log:
+            with os.fdopen(files.open_log(directory / PREFLIGHT_LOG), "ab") as log:
                 process = await asyncio.create_subprocess_exec(
                     *(sys.executable, "-m", preflight.__name__),
                     stdin=asyncio.subprocess.PIPE,

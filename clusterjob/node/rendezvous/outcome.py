@@ -161,7 +161,7 @@ def with_ranks(
         frame = program_frame(odd.frames) or odd.frames[0]
         place = grouping.place_text(frame)
         if place not in message:
-            message += f" ({grouping.ranks_text(odd.ranks)}: {frame.function}, {place})"
+            message += f" ({grouping.members_text(odd.ranks)}: {frame.function}, {place})"
     if step >= 0:
         message += f"; last step {step}"
     failure = replace(end.failure, message=message)

@@ -294,7 +294,7 @@ def headline(groups: Sequence[Group]) -> str:
     for each in ordered[:_MAX_CLAUSES]:
         several = len(each.ranks) > 1
         alike = several and len(ordered) == 1
-        named = f"all {len(each.ranks)} ranks" if alike else ranks_text(each.ranks)
+        named = f"all {len(each.ranks)} ranks" if alike else members_text(each.ranks)
         clauses.append(f"{named} {position_text(each.frames, each.state, several=several)}")
     others = sum(len(each.ranks) for each in ordered[_MAX_CLAUSES:])
     if others:
@@ -302,7 +302,7 @@ def headline(groups: Sequence[Group]) -> str:
     return "; ".join(clauses) or "no ranks"
 
 
-def ranks_text(ranks: Sequence[int]) -> str:
+def members_text(ranks: Sequence[int]) -> str:
     """Return the ranks of a group as ``rank 3``, ``ranks 1, 2`` or ``7 ranks``."""
     if len(ranks) == 1:
         return f"rank {ranks[0]}"

@@ -192,6 +192,15 @@ def read_regular(path: Path, limit: int) -> bytes:
         return stream.read(found.st_size)
 
 
+def open_log(path: Path) -> int:
+    """Return the descriptor of a log for appending; a new one is for its owner alone.
+
+    Raises:
+        OSError: it cannot be opened.
+    """
+    return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
+
+
 def _open_without_waiting(path: str, flags: int) -> int:
     return os.open(path, flags | os.O_NONBLOCK)
 

@@ -18,6 +18,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NoReturn
 
+from clusterjob.node.system import files
+
 PIPE_BYTES = 1 << 20  # beyond 64 MiB of a user (pipe-user-pages-soft), pipes stay small
 _FLUSH_SECONDS = 1.0  # an answer may take longer on a disk that hangs
 
@@ -52,7 +54,7 @@ def add(control: socket.socket, pipe: int, path: Path) -> None:
     Raises:
         OSError: the file cannot be created, or the process has ended.
     """
-    log = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
+    log = files.open_log(path)
     try:
         socket.send_fds(control, [os.fsencode(path.name)], [pipe, log])
     finally:

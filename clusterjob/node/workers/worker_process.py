@@ -16,7 +16,7 @@ from clusterjob.node import contract
 from clusterjob.node.contract import World
 from clusterjob.node.program import Program
 from clusterjob.node.stacks import offer
-from clusterjob.node.system import processes
+from clusterjob.node.system import files, processes
 from clusterjob.node.verdict import FailureKind
 from clusterjob.node.workers import forkserver_messages as messages
 from clusterjob.node.workers import hook, preload, snapshot_imports, torch_patches
@@ -142,7 +142,7 @@ def start_store(world: World, listener: int, log: Path, close: Sequence[int]) ->
         return pid
     try:
         _begin_child(forkserver_pid, close)
-        output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
+        output = files.open_log(log)
         for stream in (1, 2):
             os.dup2(output, stream)
         os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")
