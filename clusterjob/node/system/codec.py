@@ -12,7 +12,7 @@ import json
 import types
 import typing
 from collections.abc import Callable, Sized
-from dataclasses import MISSING, dataclass, fields, is_dataclass, replace
+from dataclasses import MISSING, dataclass, fields, is_dataclass
 from enum import Enum
 from typing import Any, TypeVar
 
@@ -61,25 +61,6 @@ def _fits(value: Sized, limit: Limit) -> bool:
     return limit.cuts or len(value) <= limit.maximum
 
 
-@dataclass(frozen=True)
-class _Form:
-    """What a type annotation accepts.
-
-    Attributes:
-        kind: a key of `_CHECKS`, or a function that reads a value or raises ValueError.
-        limit: the bounds of a value.
-        items: the forms of the items of a tuple; of a list, the form of all.
-        is_list: whether there may be any number of items.
-        optional: whether null is accepted.
-    """
-
-    kind: Any
-    limit: Limit
-    items: tuple[_Form, ...] = ()
-    is_list: bool = False
-    optional: bool = False
-
-
 class Codec:
     """The messages that one process may send to another.
 
@@ -125,17 +106,17 @@ def read(kind: type[_T], data: Any) -> _T:
     Raises:
         MalformedMessageError: the data is no object, or a field is missing or has a wrong value.
     """
-    forms, required = _fields(typing.cast("Any", kind))
+    readers, required = _fields(typing.cast("Any", kind))
     if not isinstance(data, dict):
         raise MalformedMessageError(f"{kind.__name__}: not an object")
     for name in required:
         if name not in data:
             raise MalformedMessageError(f"{kind.__name__}: no {name}")
     found = {}
-    for name, form in forms.items():
+    for name, reader in readers.items():
         if name in data:
             try:
-                found[name] = _value(form, data[name])
+                found[name] = reader(data[name])
             except (ValueError, RecursionError) as error:
                 raise MalformedMessageError(f"{kind.__name__}.{name}: {error}") from error
     return kind(**found)
@@ -144,62 +125,52 @@ def read(kind: type[_T], data: Any) -> _T:
 def plain(value: Any) -> Any:
     """Return an object of a dataclass as plain data, with its fields in order."""
     if is_dataclass(value):
-        forms, _ = _fields(typing.cast("Any", type(value)))
-        return {name: plain(getattr(value, name)) for name in forms}
+        return {field.name: plain(getattr(value, field.name)) for field in fields(value)}
     if isinstance(value, tuple):
         return [plain(item) for item in value]
     return value.value if isinstance(value, Enum) else value
 
 
 @functools.cache
-def _fields(kind: Any) -> tuple[dict[str, _Form], list[str]]:
-    """Return the forms of a dataclass's fields, and the names of those without a default.
+def _fields(kind: Any) -> tuple[dict[str, Callable[[Any], Any]], list[str]]:
+    """Return the reader of each field of a dataclass, and the names of those without a default.
 
     A large job decodes thousands of messages at once; so each class is examined only once.
     """
     hints = typing.get_type_hints(kind, include_extras=True)
-    forms = {field.name: _form(hints[field.name]) for field in fields(kind)}
+    readers = {field.name: _reader(hints[field.name]) for field in fields(kind)}
     required = [
         field.name
         for field in fields(kind)
         if field.default is MISSING and field.default_factory is MISSING
     ]
-    return forms, required
+    return readers, required
 
 
-def _form(annotation: Any) -> _Form:
+def _reader(annotation: Any) -> Callable[[Any], Any]:
+    """Return a function that checks a value and returns it; a wrong value is a ValueError."""
     limit: Limit | None = None
     if typing.get_origin(annotation) is typing.Annotated:
         annotation, limit = typing.get_args(annotation)
-    kind = typing.get_origin(annotation) or annotation
-    arguments = typing.get_args(annotation)
-    inner = [each for each in arguments if each not in (type(None), ...)]
+    kind, arguments = typing.get_origin(annotation) or annotation, typing.get_args(annotation)
+    inner = [_reader(each) for each in arguments if each not in (type(None), ...)]
     if kind in (typing.Union, types.UnionType):
-        return replace(_form(inner[0]), optional=True)
-    items = tuple(map(_form, inner)) if kind is tuple else ()
+        return lambda value: None if value is None else inner[0](value)
     if hasattr(kind, "from_json"):
-        kind = kind.from_json
-    elif is_dataclass(kind):
-        kind = functools.partial(read, typing.cast("Any", kind))
-    return _Form(kind, limit or _LIMITS.get(kind, _MANY), items, is_list=... in arguments)
+        return kind.from_json  # type: ignore[no-any-return]
+    if is_dataclass(kind):
+        return functools.partial(read, typing.cast("Any", kind))
+    if kind not in _CHECKS:
+        return typing.cast("Any", kind)  # an enumeration
+    bounds = limit or _LIMITS.get(kind, _MANY)
 
+    def checked(value: Any) -> Any:
+        if not _CHECKS[kind](value, bounds):
+            raise MalformedMessageError(f"{value!r:.{_SHOWN}}")
+        if ... in arguments:
+            return tuple([inner[0](item) for item in value[-bounds.maximum :]])
+        if kind is tuple:
+            return tuple([of_item(item) for of_item, item in zip(inner, value, strict=True)])
+        return value[: bounds.maximum] if kind is str else value
 
-def _value(form: _Form, value: Any) -> Any:
-    """Check a value and return it.
-
-    Raises:
-        ValueError: the value is wrong.
-    """
-    kind, limit = form.kind, form.limit
-    if value is None and form.optional:
-        return None
-    check = _CHECKS.get(kind)
-    if check is None:
-        return kind(value)
-    if not check(value, limit):
-        raise MalformedMessageError(f"{value!r:.{_SHOWN}}")
-    if form.is_list:
-        return tuple([_value(form.items[0], item) for item in value[-limit.maximum :]])
-    if form.items:
-        return tuple([_value(*each) for each in zip(form.items, value, strict=True)])
-    return value[: limit.maximum] if kind is str else value
+    return checked
