@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from nvidia import FakeSmi
 
-from clusterjob.node.host_server import gpus
+from clusterjob.node.system import devices
 
 NOBODY = 65534
 pytestmark = pytest.mark.skipif(os.getuid() != 0, reason="only root can become another user")
@@ -23,14 +23,14 @@ def test_gpu_lock_directory_of_another_user_is_not_used(
     squatted = common / f"clusterjob-gpus-{os.getuid()}"
     squatted.mkdir()
     os.chown(squatted, NOBODY, NOBODY)
-    monkeypatch.setattr(gpus, "_TMP", str(common))
+    monkeypatch.setattr(devices, "_TMP", str(common))
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(runtime))
-    assert runtime in (found := gpus.lock_directories())
+    assert runtime in (found := devices.lock_directories())
     assert squatted not in found
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(squatted))
     monkeypatch.setattr(os, "getuid", lambda: 54321)  # who has no /run/user/54321
     with pytest.raises(OSError, match="the directory is not this user's"):
-        gpus.lock_directories()
+        devices.lock_directories()
 
 
 @pytest.mark.parametrize("lost", ["common", "XDG_RUNTIME_DIR"])
@@ -41,13 +41,13 @@ def test_gpu_is_locked_in_every_directory(
     smi.set_gpus([3])
     (tmp_path / "runtime").mkdir(mode=0o700)
     monkeypatch.setenv("PATH", f"{smi.directory}:{os.environ['PATH']}")
-    monkeypatch.setattr(gpus, "_TMP", str(tmp_path))
+    monkeypatch.setattr(devices, "_TMP", str(tmp_path))
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path / "runtime"))
-    held = gpus.pick("a", "auto", count=1, environ={})
+    held = devices.pick("a", "auto", count=1, environ={})
     if lost == "common":  # a cleaner of /tmp removes files that are old
         (tmp_path / f"clusterjob-gpus-{os.getuid()}" / "GPU-0000").unlink()
     else:  # a login without a session
         monkeypatch.delenv("XDG_RUNTIME_DIR")
-    with pytest.raises(gpus.TooFewGpusError, match="0 job a"):
-        gpus.pick("b", "auto", count=1, environ={})
-    gpus.release(held)
+    with pytest.raises(devices.TooFewGpusError, match="0 job a"):
+        devices.pick("b", "auto", count=1, environ={})
+    devices.release(held)

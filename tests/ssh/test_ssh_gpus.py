@@ -14,7 +14,7 @@ from verdicts import wait_for_verdict
 
 from clusterjob.core import jobs, polling
 from clusterjob.errors import SubmitError
-from clusterjob.node.host_server import gpus
+from clusterjob.node.system import devices
 from clusterjob.node.verdict import JobState
 
 # The GPUs of the hosts are those of a fake nvidia-smi.
@@ -45,7 +45,7 @@ def gpu_hosts(site: Site) -> Iterator[dict[str, FakeSmi]]:
         site.ssh_network.hosts[name].stop()
         site.ssh_network.hosts[name].start()
     for smi in found.values():
-        for directory in gpus.lock_directories():
+        for directory in devices.lock_directories():
             for path in directory.glob(f"{smi.prefix}*"):
                 path.unlink()
 

@@ -17,7 +17,6 @@ from clusterjob.core.gpu_request import GpuRequest, parse, read_gpus
 from clusterjob.core.spec import JobSpec
 from clusterjob.errors import SpecError, SubmitError, UsageError
 from clusterjob.node import launch
-from clusterjob.node.host_server import gpus as host_gpus
 from clusterjob.node.program import Program
 from clusterjob.node.system import devices
 
@@ -226,8 +225,8 @@ def test_local_nodes_cannot_share_chosen_gpus(tmp_path: Path) -> None:
 def test_local_job_with_auto_counts_the_idle_gpus(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(host_gpus, "pick", lambda *_, **__: dict.fromkeys("abcde", -1))
-    monkeypatch.setattr(host_gpus, "release", lambda _locks: None)
+    monkeypatch.setattr(devices, "pick", lambda *_, **__: dict.fromkeys("abcde", -1))
+    monkeypatch.setattr(devices, "release", lambda _locks: None)
 
     def counted(**flags: Any) -> tuple[int | None, int]:
         spec = gpu_assignment.counted(spec_of(tmp_path, gpus="auto", **flags))

@@ -13,7 +13,6 @@ import pytest
 from nvidia import FakeSmi
 from procs import TEST_TIMEOUT
 
-from clusterjob.node.host_server import gpus
 from clusterjob.node.system import devices
 
 GIB = 1 << 30
@@ -23,18 +22,18 @@ GIB = 1 << 30
 def smi(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeSmi]:
     smi = FakeSmi(tmp_path / "smi")
     monkeypatch.setenv("PATH", f"{smi.directory}:{os.environ['PATH']}")
-    monkeypatch.setattr(gpus, "lock_directories", lambda: [smi.directory])
+    monkeypatch.setattr(devices, "lock_directories", lambda: [smi.directory])
     return smi
 
 
-def uuids_of(locks: gpus.Locks) -> list[str]:
-    gpus.release(locks)
+def uuids_of(locks: devices.Locks) -> list[str]:
+    devices.release(locks)
     return list(locks)
 
 
 def test_read_gpus_parses_memory_and_processes(smi: FakeSmi) -> None:
     smi.set_gpus([3, 70000], {1: [(os.getpid(), "python, with a comma"), (10**7, "/opt/x/other")]})
-    first, second = gpus.read_gpus()
+    first, second = devices.read_gpus({})
     assert (first.index, first.uuid, first.name, first.used, first.idle) == (
         0,
         "GPU-0000",
@@ -52,7 +51,7 @@ def test_read_gpus_parses_memory_and_processes(smi: FakeSmi) -> None:
 
 def test_host_without_driver_has_no_gpus(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
-    assert gpus.read_gpus() == []
+    assert devices.read_gpus({}) == []
 
 
 def test_failing_nvidia_smi_raises_its_output(smi: FakeSmi) -> None:
@@ -60,7 +59,7 @@ def test_failing_nvidia_smi_raises_its_output(smi: FakeSmi) -> None:
         "#!/bin/sh\necho 'Unable to determine the device handle'\nexit 15\n"
     )
     with pytest.raises(OSError, match="nvidia-smi fails: Unable to determine"):
-        gpus.read_gpus()
+        devices.read_gpus({})
 
 
 @pytest.mark.parametrize(
@@ -80,7 +79,8 @@ def test_failing_nvidia_smi_raises_its_output(smi: FakeSmi) -> None:
 def test_visible_gpus_follow_cuda_visible_devices(
     smi: FakeSmi, listed: str | None, wanted: list[int]
 ) -> None:
-    assert [gpu.index for gpu in gpus.visible(gpus.read_gpus(), listed)] == wanted
+    environ = {} if listed is None else {"CUDA_VISIBLE_DEVICES": listed}
+    assert [gpu.index for gpu in devices.read_gpus(environ)] == wanted
 
 
 @pytest.mark.parametrize(
@@ -99,65 +99,69 @@ def test_host_server_shares_the_gpus_that_its_login_sees(
 ) -> None:
     monkeypatch.setattr(devices, "visible_gpus", lambda _environ: 8)
     environ = {"CUDA_VISIBLE_DEVICES": listed}
-    with pytest.raises(gpus.TooFewGpusError, match=f"^{len(found)} GPUs"):
-        gpus.share(len(found) + 1, environ)
-    assert gpus.share(len(found), environ) is None, "the login sees exactly these"
+    with pytest.raises(devices.TooFewGpusError, match=f"^{len(found)} GPUs"):
+        devices.share(len(found) + 1, environ)
+    assert devices.share(len(found), environ) is None, "the login sees exactly these"
     for count in range(len(found)):
-        assert gpus.share(count, environ) == ",".join(found[:count])
+        assert devices.share(count, environ) == ",".join(found[:count])
 
 
 def test_pick_auto_returns_idle_visible_gpus(smi: FakeSmi) -> None:
     smi.set_gpus([3, 2000, 3, 3], {2: [(1, "init")]})
-    assert uuids_of(gpus.pick("a", "auto", count=2, environ={})) == ["GPU-0000", "GPU-0003"]
-    assert uuids_of(gpus.pick("a", "auto", count=1, environ={"CUDA_VISIBLE_DEVICES": "3,0"})) == [
-        "GPU-0003"
-    ]
-    assert uuids_of(gpus.pick("a", "auto", count=None, environ={})) == ["GPU-0000", "GPU-0003"]
-    held = gpus.pick("a", "auto", count=1, environ={})
-    assert uuids_of(gpus.pick("b", "auto", count=None, environ={})) == ["GPU-0003"]
-    gpus.release(held)
+    assert uuids_of(devices.pick("a", "auto", count=2, environ={})) == ["GPU-0000", "GPU-0003"]
+    assert uuids_of(
+        devices.pick("a", "auto", count=1, environ={"CUDA_VISIBLE_DEVICES": "3,0"})
+    ) == ["GPU-0003"]
+    assert uuids_of(devices.pick("a", "auto", count=None, environ={})) == ["GPU-0000", "GPU-0003"]
+    held = devices.pick("a", "auto", count=1, environ={})
+    assert uuids_of(devices.pick("b", "auto", count=None, environ={})) == ["GPU-0003"]
+    devices.release(held)
 
 
 def test_pick_with_too_few_idle_gpus_names_holders(smi: FakeSmi) -> None:
     smi.set_gpus([3, 2000, 3], {2: [(1, "trainer")]})
-    held = gpus.pick("other-job", "auto", count=1, environ={})
-    with pytest.raises(gpus.TooFewGpusError) as caught:
-        gpus.pick("mine", "auto", count=2, environ={})
-    with pytest.raises(gpus.TooFewGpusError, match=r"^no GPU is idle: 0 job other-job; 1 NVIDIA"):
-        gpus.pick("mine", "auto", count=None, environ={})
-    gpus.release(held)
+    held = devices.pick("other-job", "auto", count=1, environ={})
+    with pytest.raises(devices.TooFewGpusError) as caught:
+        devices.pick("mine", "auto", count=2, environ={})
+    with pytest.raises(
+        devices.TooFewGpusError, match=r"^no GPU is idle: 0 job other-job; 1 NVIDIA"
+    ):
+        devices.pick("mine", "auto", count=None, environ={})
+    devices.release(held)
     text = str(caught.value)
     assert text.startswith(
         "0 idle GPUs where 2 are asked for: 0 job other-job;"
         " 1 NVIDIA H100, 80GB: 2.1 of 86 GB used; 2 NVIDIA"
     )
     assert "trainer (pid 1)" in text
-    assert uuids_of(gpus.pick("mine", "auto", count=1, environ={})) == ["GPU-0000"], (
+    assert uuids_of(devices.pick("mine", "auto", count=1, environ={})) == ["GPU-0000"], (
         "the failed attempt must hold no GPU"
     )
 
 
 def test_pick_of_listed_gpus_refuses_held_and_missing_gpus(smi: FakeSmi) -> None:
     smi.set_gpus([3, 2000, 3], {2: [(1, "trainer")]})
-    held = gpus.pick("a", "2,1", count=2, environ={})
+    held = devices.pick("a", "2,1", count=2, environ={})
     assert [*held] == ["GPU-0002", "GPU-0001"]
-    with pytest.raises(gpus.TooFewGpusError, match="GPU 1 is held by job a"):
-        gpus.pick("b", "0,1", count=2, environ={})
-    gpus.release(held)
-    with pytest.raises(gpus.TooFewGpusError, match="GPU 7 does not exist; existing GPUs: 0, 1, 2"):
-        gpus.pick("b", "7", count=1, environ={})
+    with pytest.raises(devices.TooFewGpusError, match="GPU 1 is held by job a"):
+        devices.pick("b", "0,1", count=2, environ={})
+    devices.release(held)
+    with pytest.raises(
+        devices.TooFewGpusError, match="GPU 7 does not exist; existing GPUs: 0, 1, 2"
+    ):
+        devices.pick("b", "7", count=1, environ={})
 
 
 def test_concurrent_picks_return_different_gpus(smi: FakeSmi) -> None:
     code = """
 import os, sys
-from clusterjob.node.host_server import gpus
+from clusterjob.node.system import devices
 from pathlib import Path
-gpus.lock_directories = lambda: [Path(sys.argv[1])]
+devices.lock_directories = lambda: [Path(sys.argv[1])]
 try:
-    held = gpus.pick(str(os.getpid()), "auto", 1, {})
+    held = devices.pick(str(os.getpid()), "auto", 1, {})
     print(*held, flush=True)
-except gpus.TooFewGpusError:
+except devices.TooFewGpusError:
     print("none", flush=True)
 sys.stdin.read()
 """
@@ -179,16 +183,16 @@ sys.stdin.read()
 
 
 def test_reservation_lasts_until_inheriting_process_exits(smi: FakeSmi) -> None:
-    held = gpus.pick("a", "auto", count=4, environ={})
-    child = subprocess.Popen(["sleep", "1000"], pass_fds=gpus.descriptors(held))
-    gpus.release(held)
+    held = devices.pick("a", "auto", count=4, environ={})
+    child = subprocess.Popen(["sleep", "1000"], pass_fds=devices.descriptors(held))
+    devices.release(held)
     try:
-        with pytest.raises(gpus.TooFewGpusError, match="0 job a; 1 job a"):
-            gpus.pick("b", "auto", count=1, environ={})
+        with pytest.raises(devices.TooFewGpusError, match="0 job a; 1 job a"):
+            devices.pick("b", "auto", count=1, environ={})
     finally:
         child.kill()
         child.wait()
-    assert uuids_of(gpus.pick("b", "auto", count=4, environ={})) == [
+    assert uuids_of(devices.pick("b", "auto", count=4, environ={})) == [
         "GPU-0000",
         "GPU-0001",
         "GPU-0002",
@@ -197,5 +201,5 @@ def test_reservation_lasts_until_inheriting_process_exits(smi: FakeSmi) -> None:
 
 
 def test_lock_directory_is_private_to_user() -> None:
-    status = gpus.lock_directories()[0].stat()
+    status = devices.lock_directories()[0].stat()
     assert (status.st_mode & 0o777, status.st_uid) == (0o700, os.getuid())

@@ -29,12 +29,11 @@ from clusterjob.core.render import render, sh
 from clusterjob.core.spec import JobSpec
 from clusterjob.doctor.engine import Check, CheckStep, run_checks
 from clusterjob.errors import ClusterJobError, SpecError, SubmitError
-from clusterjob.node.host_server import gpus
 from clusterjob.node.logs import ends
 from clusterjob.node.logs.job_dir import AGENT_LOG
 from clusterjob.node.logs.log_files import node_directory
 from clusterjob.node.options import GRACE
-from clusterjob.node.system import private_dirs, processes
+from clusterjob.node.system import devices, private_dirs, processes
 from clusterjob.node.verdict import JobState
 
 if TYPE_CHECKING:
@@ -144,7 +143,7 @@ class LocalBackend:
                     folder / AGENT_LOG,
                     hidden=plan.spec.hidden_variables,
                     stdin=None if command.node_rank else self.stdin,
-                    locks=gpus.descriptors(locks),
+                    locks=devices.descriptors(locks),
                 )
                 lifelines.append(lifeline)
                 started.append(
@@ -159,7 +158,7 @@ class LocalBackend:
             processes.end_groups([agent["pid"] for agent in started], _CANCEL_TIMEOUT)
             raise SubmitError(f"an agent cannot be started: {error.strerror or error}") from error
         finally:
-            gpus.release(locks)  # the agents and their children hold them
+            devices.release(locks)  # the agents and their children hold them
         return Handle(
             NAME,
             plan.job_id,

@@ -13,8 +13,7 @@ from clusterjob.core.gpu_request import IDLE, shown
 from clusterjob.core.plans import Plan
 from clusterjob.core.spec import JobSpec
 from clusterjob.errors import SpecError, SubmitError
-from clusterjob.node.host_server import gpus as host_gpus
-from clusterjob.node.system.devices import usable_cores
+from clusterjob.node.system import devices
 
 _VARIABLE = "CUDA_VISIBLE_DEVICES"
 
@@ -45,16 +44,16 @@ def counted(spec: JobSpec) -> JobSpec:
             + (f" for {nodes} nodes" if nodes > 1 else ""),
             "--nproc-per-node cpu starts one worker per core",
         )
-    return replace(spec, nproc_per_node=max(1, usable_cores() // nodes), nproc_word="")
+    return replace(spec, nproc_per_node=max(1, devices.usable_cores() // nodes), nproc_word="")
 
 
 def _idle(nodes: int) -> int:
     """Return the number of idle GPUs for each node."""
     try:
-        locks = host_gpus.pick("", IDLE, count=None, environ=os.environ)
-    except (host_gpus.TooFewGpusError, OSError) as error:
+        locks = devices.pick("", IDLE, count=None, environ=os.environ)
+    except (devices.TooFewGpusError, OSError) as error:
         raise SubmitError(f"--gpus {IDLE}: {error}", "nvidia-smi shows the GPUs") from error
-    host_gpus.release(locks)
+    devices.release(locks)
     count = len(locks)
     if count < nodes:
         raise SubmitError(f"--gpus {IDLE}: {count} idle GPUs for {nodes} nodes", "lower --nodes")
@@ -91,7 +90,7 @@ def of_nodes(spec: JobSpec) -> tuple[list[dict[str, str]], list[str]]:
     return [{_VARIABLE: ",".join(share)} for share in shares], notes
 
 
-def reserve(plan: Plan) -> tuple[list[dict[str, str]], host_gpus.Locks]:
+def reserve(plan: Plan) -> tuple[list[dict[str, str]], devices.Locks]:
     """Lock the chosen or idle GPUs of a job, so that no other job chooses them.
 
     Returns:
@@ -106,8 +105,8 @@ def reserve(plan: Plan) -> tuple[list[dict[str, str]], host_gpus.Locks]:
         return [], {}
     nodes, per_node = spec.resources.nodes, spec.resources.gpus_per_node or 0
     try:
-        locks = host_gpus.pick(plan.job_id, spec.gpus, count=nodes * per_node, environ=os.environ)
-    except (host_gpus.TooFewGpusError, OSError) as error:
+        locks = devices.pick(plan.job_id, spec.gpus, count=nodes * per_node, environ=os.environ)
+    except (devices.TooFewGpusError, OSError) as error:
         raise SubmitError(
             f"--gpus {shown(spec.gpus)}: {error}", "nvidia-smi shows the GPUs"
         ) from error

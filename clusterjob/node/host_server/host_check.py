@@ -17,8 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from clusterjob.node.environments.worker_variables import LAUNCH_VARIABLES
-from clusterjob.node.host_server import gpus
-from clusterjob.node.system import files, processes
+from clusterjob.node.system import devices, files, processes
 
 Object = dict[str, Any]  # of JSON
 _SETUP_TIMEOUT = 300.0  # seconds for setup lines and the start of the interpreter
@@ -73,9 +72,6 @@ def check(home: Path, need: int, *, torch: bool, own: bool, with_gpus: bool = Fa
     has_torch = importlib.util.find_spec("torch") is not None if own else None
     if torch and has_torch is False:
         errors.append(f"no torch: {sys.executable} does not find it")
-    seen = []
-    if with_gpus:
-        seen = gpus.visible(gpus.read_gpus(), os.environ.get("CUDA_VISIBLE_DEVICES"))
     return {
         "errors": errors,
         "identity": _identity(),
@@ -86,7 +82,7 @@ def check(home: Path, need: int, *, torch: bool, own: bool, with_gpus: bool = Fa
         "python": ".".join(map(str, sys.version_info[:3])),
         "torch": has_torch,
         "free": free,
-        "gpus": [gpu.describe() for gpu in seen],
+        "gpus": [gpu.describe() for gpu in devices.read_gpus(os.environ)] if with_gpus else [],
     }
 
 

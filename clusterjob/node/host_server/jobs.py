@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from clusterjob.errors import os_error_text
-from clusterjob.node.host_server import code_store, gpus
+from clusterjob.node.host_server import code_store
 from clusterjob.node.host_server.host_check import Object, work_environment
 from clusterjob.node.logs import ends
 from clusterjob.node.logs.job_dir import (
@@ -34,7 +34,7 @@ from clusterjob.node.logs.job_dir import (
     TIMELINE,
 )
 from clusterjob.node.logs.log_files import last_lines, node_directory
-from clusterjob.node.system import files, private_dirs, processes
+from clusterjob.node.system import devices, files, private_dirs, processes
 
 MAX_BYTES = 4 << 20  # bytes of growing files, or of parts of results, in one answer
 _MAX_REPLACED = 8 << 20  # bytes of one replaced file
@@ -49,7 +49,7 @@ _JOB = re.compile(r"[^\W_][^/\0\n]*(?:/elements/[0-9]+)?")
 _NAME = re.compile(r"\w[\w.-]*", re.ASCII)
 Read = Callable[[int], bytes]  # returns at most the given number of the next bytes of a call
 
-_reserved: dict[str, gpus.Locks] = {}  # by job, from `reserve` to `start` in one session
+_reserved: dict[str, devices.Locks] = {}  # by job, from `reserve` to `start` in one session
 
 
 def directory(home: Path, job: str) -> Path:
@@ -107,9 +107,9 @@ def reserve(_home: Path, job: str, wanted: str, count: int) -> Object:
     """
     try:
         if not wanted:
-            return {"devices": gpus.share(count, os.environ), "short": ""}
-        locks = gpus.pick(job, wanted, count=count or None, environ=os.environ)
-    except gpus.TooFewGpusError as error:
+            return {"devices": devices.share(count, os.environ), "short": ""}
+        locks = devices.pick(job, wanted, count=count or None, environ=os.environ)
+    except devices.TooFewGpusError as error:
         return {"devices": None, "short": str(error)}
     _reserved[job] = locks
     return {"devices": ",".join(locks), "short": ""}
@@ -131,9 +131,9 @@ def start(home: Path, job: str, node: int, script: str, env: dict[str, str]) -> 
             cwd=job_dir,
             env=work_environment() | env,
             start_new_session=True,
-            pass_fds=gpus.descriptors(locks),
+            pass_fds=devices.descriptors(locks),
         )
-    gpus.release(locks)  # the agent and its children hold the locks
+    devices.release(locks)  # the agent and its children hold the locks
     noted = {"pid": agent.pid, "process": processes.identity(agent.pid)}
     # The agent outlives this process: stop Popen from warning that nothing waits for it.
     agent.returncode = 0
@@ -196,7 +196,7 @@ def request_stop(
 
 def remove(home: Path, job: str) -> Object:
     """Delete the job's directory, and release its GPUs."""
-    gpus.release(_reserved.pop(job, {}))
+    devices.release(_reserved.pop(job, {}))
     shutil.rmtree(directory(home, job), ignore_errors=True)
     return {}
 
