@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from clusterjob.errors import SpecError
-from clusterjob.node.system.hostlist import expand_numbers, split_hostlist
+from clusterjob.node.system.ranges import expand_numbers, split_hostlist
 
 MOST = 4096  # maximum number of hosts in one list: a typo must not fill the memory
 _HINT = "write hosts as a,b[1-4],user@c:2222"

@@ -179,14 +179,14 @@ def test_modules_in_zip_and_modules_left_out_can_be_imported_in_job(
 import inspect, sys
 import clusterjob
 assert "json" not in sys.modules
-import clusterjob.node.system.hostlist as hostlist, clusterjob.backends.slurm.flags
+import clusterjob.node.system.ranges as ranges, clusterjob.backends.slurm.flags
 import clusterjob.cli.job_options, clusterjob.backends.ssh.backend
 from clusterjob import JobSpec
-print(hostlist.__file__, inspect.getsource(hostlist.expand_hostlist).splitlines()[0])
+print(ranges.__file__, inspect.getsource(ranges.expand_hostlist).splitlines()[0])
 from clusterjob.backends import base, slurm, ssh
 print(slurm.flags.__file__, ssh.backend.__file__, base.__file__)
 try:
-    hostlist.expand_hostlist("[")
+    ranges.expand_hostlist("[")
 except Exception as error:
     import traceback
     print(traceback.extract_tb(error.__traceback__)[-1].line)
@@ -203,7 +203,7 @@ assert importlib.util.find_spec("clusterjob.nothing") is None
         check=False,
     )
     assert done.returncode == 0, done.stderr
-    file = f"{zip_file}/clusterjob/node/system/hostlist.py"
+    file = f"{zip_file}/clusterjob/node/system/ranges.py"
     assert done.stdout.splitlines()[0] == f"{file} def expand_hostlist(text: str) -> list[str]:"
     left_out = [f"{PACKAGE}/backends/slurm/flags.py", f"{PACKAGE}/backends/ssh/backend.py"]
     assert done.stdout.splitlines()[1].split() == [

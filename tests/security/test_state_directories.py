@@ -120,12 +120,12 @@ def records_owned_by_nobody(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("plant", "why"),
     [
-        (owned_by_nobody, "it belongs to nobody (uid 65534)"),
+        (owned_by_nobody, "it belongs to uid 65534"),
         (world_writable, "everyone can write to it (mode 0777)"),
         (group_writable, "its group can write to it (mode 0770)"),
         (below_world_writable_directory, "could put another directory in its place"),
         (below_directory_of_nobody, "uid 65534 owns"),
-        (records_owned_by_nobody, "it belongs to nobody (uid 65534)"),
+        (records_owned_by_nobody, "it belongs to uid 65534"),
     ],
 )
 def test_submit_refuses_home_that_other_users_can_change(
@@ -180,4 +180,4 @@ def test_link_of_another_user_to_own_file_is_that_users(tmp_path: Path) -> None:
     (tmp_path / "link").symlink_to("own")
     assert private_dirs.other_writers(tmp_path / "link") == ""
     os.chown(tmp_path / "link", NOBODY, NOBODY, follow_symlinks=False)
-    assert private_dirs.other_writers(tmp_path / "link") == "it belongs to nobody (uid 65534)"
+    assert private_dirs.other_writers(tmp_path / "link") == "it belongs to uid 65534"

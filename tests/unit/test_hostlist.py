@@ -13,7 +13,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from clusterjob.errors import PlacementError
-from clusterjob.node.system.hostlist import expand_hostlist
+from clusterjob.node.system.ranges import expand_hostlist
 
 
 @pytest.mark.parametrize(

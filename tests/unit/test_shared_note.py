@@ -9,7 +9,7 @@ from pathlib import Path
 
 from clusterjob.node.logs.console import LineWriter
 from clusterjob.node.logs.log_files import LogReader, Timeline, node_directory
-from clusterjob.node.system.shared_note import SharedNote
+from clusterjob.node.system.processes import SharedNote
 
 
 def test_note_outlives_the_child_that_wrote_it() -> None:

@@ -18,7 +18,7 @@ from clusterjob.node.environments.topology import Topology
 from clusterjob.node.logs import ends
 from clusterjob.node.options import LaunchOptions
 from clusterjob.node.system import processes
-from clusterjob.node.system.shared_note import SharedNote
+from clusterjob.node.system.processes import SharedNote
 
 # Seconds for the forkserver of a killed agent to stop its workers; then they are killed.
 _CLEAR_SECONDS = 5.0

@@ -31,7 +31,7 @@ from clusterjob.node.environments.topology import (
 )
 from clusterjob.node.environments.worker_variables import LAUNCH_VARIABLES
 from clusterjob.node.system import network, processes
-from clusterjob.node.system.hostlist import expand_hostlist
+from clusterjob.node.system.ranges import expand_hostlist
 
 SOURCE = "slurm"
 # `srun_task` sets this variable to the value of RANK. It marks torch's variables as computed from

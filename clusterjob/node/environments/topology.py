@@ -12,8 +12,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from clusterjob.errors import PlacementError
-from clusterjob.node.system.hostlist import expand_hostlist
 from clusterjob.node.system.network import is_loopback
+from clusterjob.node.system.ranges import expand_hostlist
 
 NOWHERE = "none"  # the source of a finding without a family
 OWN_ADDRESS = "127.0.0.1"

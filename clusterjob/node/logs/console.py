@@ -41,8 +41,8 @@ from dataclasses import dataclass
 from typing import Any, TextIO
 
 from clusterjob.node.logs.log_files import Folded, LogReader, as_text, fold, label
+from clusterjob.node.system.processes import SharedNote
 from clusterjob.node.system.sanitize import sanitize
-from clusterjob.node.system.shared_note import SharedNote
 from clusterjob.node.verdict import Verdict
 
 MAX_TEXT = 4000  # characters of text on one numbered line, at most 16,000 bytes

@@ -31,16 +31,13 @@ def other_writers(path: Path, *, sticky: bool = True) -> str:
     Raises:
         OSError: the path does not exist.
     """
-    return other_writers_of(path.stat(), sticky=sticky) or (
-        other_writers_of(path.lstat()) if path.is_symlink() else ""
-    )
+    return _writers(path.stat(), sticky=sticky) or _writers(path.lstat(), sticky=sticky)
 
 
-def other_writers_of(status: os.stat_result, *, sticky: bool = True) -> str:
-    """Return which other users could change the file of a stat result; see `other_writers`."""
+def _writers(status: os.stat_result, *, sticky: bool) -> str:
     owner, mode = status.st_uid, stat.S_IMODE(status.st_mode)
     if owner not in (os.geteuid(), 0):
-        return f"it belongs to {_user_name(owner)} (uid {owner})"
+        return f"it belongs to uid {owner}"
     is_sticky = sticky and stat.S_ISDIR(status.st_mode) and mode & stat.S_ISVTX
     if stat.S_ISLNK(status.st_mode) or is_sticky:
         return ""
@@ -91,13 +88,6 @@ def _is_mapped(uid: int) -> bool:
     except OSError:  # not Linux
         return True
     return any(int(first) <= uid < int(first) + int(count) for first, _, count in rows)
-
-
-def _user_name(uid: int) -> str:
-    try:
-        return pwd.getpwuid(uid).pw_name
-    except KeyError:
-        return "another user"
 
 
 def _is_own_group(gid: int) -> bool:

@@ -1,4 +1,4 @@
-"""Query and control processes: state, environment, descendants, signals, OOM kills.
+"""Query and control processes: state, environment, descendants, signals, OOM kills, memory.
 
 Linux only, except `StderrTail`, which a submitter needs too. Sources:
 prctl(2), proc(5). PR_SET_PDEATHSIG fires when the THREAD that forked exits, so long-lived
@@ -8,21 +8,26 @@ processes are started from main threads only.
 from __future__ import annotations
 
 import contextlib
+import json
+import mmap
 import os
 import re
 import signal
+import struct
 import sys
 import threading
 import time
+import zlib
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 
 from clusterjob.errors import UsageError
 from clusterjob.node.system import files
 
+_NOTE = struct.Struct("II")  # the length and the checksum of a shared note
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
 _MAX_STDERR = 1 << 14  # bytes that `StderrTail` keeps; the process may write without end
@@ -473,3 +478,44 @@ class StderrTail:
         with self._stream:
             while part := os.read(self._stream.fileno(), 1 << 16):
                 self._kept = (self._kept + part)[-_MAX_STDERR:]
+
+
+class SharedNote:
+    """A JSON object in memory that a process shares with the processes that it forks.
+
+    It outlives the process that wrote it. There are two places for it, in turn: if the writer is
+    killed while it writes, or another process reads at that moment, the value before is still
+    there.
+
+    Args:
+        size: maximum bytes of the value; a larger value is not written.
+    """
+
+    def __init__(self, size: int = 1 << 20) -> None:
+        self._size = size
+        # Anonymous: no descriptor that a worker could inherit. Unused pages need no memory.
+        self._memory = mmap.mmap(-1, 2 * size)
+
+    def write(self, value: dict[str, Any]) -> None:
+        """Replace the value."""
+        number = self._newest()[0] + 1
+        data = json.dumps([number, value]).encode()
+        if _NOTE.size + len(data) <= self._size:
+            place = number % 2 * self._size
+            end = place + _NOTE.size + len(data)
+            self._memory[place:end] = _NOTE.pack(len(data), zlib.crc32(data)) + data
+
+    def read(self) -> dict[str, Any]:
+        """Return the last value that was written completely; empty if there is none."""
+        return self._newest()[1]
+
+    def _newest(self) -> tuple[int, dict[str, Any]]:
+        found: list[tuple[int, dict[str, Any]]] = [(0, {})]
+        for place in (0, self._size):
+            length, checksum = _NOTE.unpack_from(self._memory, place)
+            begin = place + _NOTE.size
+            data = self._memory[begin : begin + length]
+            if data and checksum == zlib.crc32(data):
+                number, value = json.loads(data)
+                found.append((number, value))
+        return max(found, key=lambda each: each[0])

@@ -1,8 +1,90 @@
-"""Show sorted numbers, such as ranks, as ranges."""
+"""Numbers as ranges: expand those of host lists, such as ``gpu[01-03,7]``; show sorted ones."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable
+
+from clusterjob.errors import PlacementError
+
+_MAX_NAMES = 65536  # the limit of Slurm's own tools
+_MAX_NAME = 255  # maximum characters of a host name
+_TOO_MANY = f"it names more than {_MAX_NAMES} hosts"
+_ITEM = re.compile(r"(?:[^\s,\[\]]+|\[[^\[\]]*\])+")
+_BRACKET = re.compile(r"\[([^\[\]]*)\]")
+_NOT_IN_A_NAME = re.compile(r"[^\w.:%@+-]")  # characters special to a shell (CVE-2024-27763)
+
+
+def expand_hostlist(text: str) -> list[str]:
+    """Return the host names of a Slurm host list, in the written order.
+
+    An example is ``gpu[01-03,7]-ib,login``. Ranges count up and keep the leading zeros of their
+    first number. In a name with several brackets, the last bracket changes fastest, as in Slurm
+    22.05 with up to two brackets. For three brackets Slurm has another order, and it refuses some
+    texts after a bracket.
+
+    Args:
+        text: the list; commas or white space separate the names.
+
+    Raises:
+        PlacementError: the text is not a host list, or it names more than 65,536 hosts.
+    """
+    names: list[str] = []
+    try:
+        for item in split_hostlist(text):
+            names += _expand_name(item, _MAX_NAMES - len(names))
+    except ValueError as error:
+        raise PlacementError(f"{text[:80]!r} is not a list of hosts: {error}") from error
+    return names
+
+
+def split_hostlist(text: str) -> list[str]:
+    """Split a host list at commas and white space outside brackets.
+
+    Raises:
+        ValueError: a bracket is not closed, or is not opened.
+    """
+    if _ITEM.sub("", text).replace(",", "").strip():
+        raise ValueError("its brackets do not match")
+    return _ITEM.findall(text)
+
+
+def _expand_name(item: str, most: int) -> list[str]:
+    first, *rest = _BRACKET.split(item)
+    texts, brackets = [first, *rest[1::2]], rest[::2]
+    if found := _NOT_IN_A_NAME.search("".join(texts)):
+        raise ValueError(f"a host name cannot contain {found[0]!r}")
+    if sum(map(len, texts)) + len(brackets) > _MAX_NAME:
+        raise ValueError(f"a name is longer than {_MAX_NAME} characters")
+    names = [first]
+    for numbers, text in zip(brackets, texts[1:], strict=True):
+        endings = [number + text for number in expand_numbers(numbers, most // len(names))]
+        names = [name + ending for name in names for ending in endings]
+    if len(names) > most:
+        raise ValueError(_TOO_MANY)
+    return names
+
+
+def expand_numbers(numbers: str, most: int = _MAX_NAMES) -> list[str]:
+    """Return the numbers of one bracket, such as ``01-03,7``.
+
+    The size of each range is checked before the range is expanded.
+
+    Raises:
+        ValueError: a part is not a range of numbers, or there are more than `most` numbers.
+    """
+    found: list[str] = []
+    for part in numbers.split(","):
+        low, dash, high = part.partition("-")
+        ends = [low, high if dash else low]
+        valid = all(end.isascii() and end.isdigit() and len(end) < 19 for end in ends)
+        span = range(int(ends[0]), int(ends[1]) + 1) if valid else range(0)
+        if not span:
+            raise ValueError(f"{part[:40]!r} is not a range of numbers")
+        if len(found) + len(span) > most:
+            raise ValueError(_TOO_MANY)
+        found += [f"{number:0{len(low)}d}" for number in span]
+    return found
 
 
 def ranges(numbers: Iterable[int]) -> list[str]:

@@ -33,7 +33,7 @@ from clusterjob.node.program import Program
 from clusterjob.node.stacks import collect, grouping, offer
 from clusterjob.node.stacks.collect import StackRequest
 from clusterjob.node.system import processes
-from clusterjob.node.system.shared_note import SharedNote
+from clusterjob.node.system.processes import SharedNote
 from clusterjob.node.verdict import FailureKind
 from clusterjob.node.workers import forkserver_messages as messages
 from clusterjob.node.workers import output_drain, preload, snapshot_imports, worker_process
