@@ -16,8 +16,7 @@ import signal
 import stat
 import subprocess
 import time
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -223,93 +222,58 @@ def poll(home: Path, jobs: list[Object], most: int) -> tuple[Object, bytes]:
         job_dir, node = directory(home, asked["job"]), asked["node"]
         # Check this before reading files: an agent that is dead now has written its result before.
         alive = node is not None and _agent_of(job_dir, node) is not None
-        news = _News(job_dir, asked["sizes"], stamps=asked["stamps"], data=data, most=most)
         known = job_dir.is_dir()
-        if known:
-            news.collect(asked)
-        answers.append({"known": known, "alive": alive, "files": news.files, "more": news.more})
+        found, more = _news(job_dir, asked, data, most) if known else ([], False)
+        answers.append({"known": known, "alive": alive, "files": found, "more": more})
     return {"jobs": answers, "clock": time.monotonic()}, bytes(data)
 
 
-@dataclass
-class _News:
-    """Collects new data in a job's directory.
-
-    Attributes:
-        job_dir, sizes, stamps, most: see `poll`.
-        data: receives the bytes; all jobs of a call share it.
-        files: the files to which the bytes belong.
-        more: whether there is more data.
-    """
-
-    job_dir: Path
-    sizes: Mapping[str, int]
-    stamps: Mapping[str, str]
-    data: bytearray
-    most: int
-    files: list[Object] = field(default_factory=list)
-    more: bool = False
-
-    def collect(self, asked: Object) -> None:
-        """Add the new data of all files."""
-        paths = self._matching(asked["grown"])
-        if any(self.job_dir.glob(f"{ENDS}/srun.*")):
-            late = self._matching(asked["late"])
-            paths += [path for path in late if files.size_of(path) <= _MAX_LAST]
-        # A timeline is measured first and sent last: it must not refer to log bytes that the
-        # submitter does not have yet.
-        timelines = {path: files.size_of(path) for path in paths if path.name == TIMELINE}
-        for path in paths:
-            if path not in timelines:
-                self._grown(path)
-        for path, size in timelines.items():
-            if not self.more:
-                self._grown(path, size)
-        for path in self._matching(asked["replaced"]):
-            self._replaced(path)
-        # Such as the verdict of an earlier run, which the next run renames.
-        for name in self.stamps:
-            if not (self.job_dir / name).exists():
-                self.files.append({"path": name, "gone": True, "size": 0})
-
-    def _matching(self, patterns: Iterable[str]) -> list[Path]:
-        """Return the files of these patterns whose names clusterjob may have written."""
-        found = (path for each in patterns for path in sorted(self.job_dir.glob(each)))
-        return [path for path in found if _NAME.fullmatch(path.name) and path.suffix != ".part"]
-
-    def _grown(self, path: Path, upto: int | None = None) -> None:
-        """Add the new bytes of a growing file, up to the size `upto`."""
-        name = str(path.relative_to(self.job_dir))
-        had = self.sizes.get(name, -1)  # an empty file is sent once
-        size = files.size_of(path) if upto is None else upto
-        if size <= had:
-            return
-        offset, room = max(0, had), max(0, self.most - len(self.data))
-        self.more = self.more or size - offset > room
+def _news(job_dir: Path, asked: Object, data: bytearray, most: int) -> tuple[list[Object], bool]:
+    """Add the new bytes of a job to `data`; return their files, and whether there are more."""
+    found: list[Object] = []
+    more = False
+    paths = _matching(job_dir, asked["grown"])
+    if any(job_dir.glob(f"{ENDS}/srun.*")):
+        late = _matching(job_dir, asked["late"])
+        paths += [path for path in late if files.size_of(path) <= _MAX_LAST]
+    # A timeline is measured first and sent last: it must not refer to log bytes that the submitter
+    # does not have yet.
+    paths.sort(key=lambda path: path.name != TIMELINE)
+    sizes = [(path, files.size_of(path)) for path in paths]
+    for path, size in sorted(sizes, key=lambda each: each[0].name == TIMELINE):
+        name = str(path.relative_to(job_dir))
+        had = asked["sizes"].get(name, -1)  # an empty file is sent once
+        if size <= had or (more and path.name == TIMELINE):
+            continue
+        offset, room = max(0, had), max(0, most - len(data))
+        more = more or size - offset > room
         with path.open("rb") as stream:
             stream.seek(offset)
-            data = stream.read(min(room, size - offset))
-        self.files.append({"path": name, "offset": offset, "size": len(data)})
-        self.data += data
-
-    def _replaced(self, path: Path) -> None:
-        """Add the whole content of a file if its stamp has changed."""
-        name = str(path.relative_to(self.job_dir))
-        try:
+            content = stream.read(min(room, size - offset))
+        found.append({"path": name, "offset": offset, "size": len(content)})
+        data += content
+    for path in _matching(job_dir, asked["replaced"]):
+        name = str(path.relative_to(job_dir))
+        with contextlib.suppress(OSError, ValueError):  # it is gone, or too long
             status = os.stat(path)
             stamp = f"{status.st_mtime_ns}-{status.st_size}-{status.st_ino}"
-            if self.stamps.get(name) == stamp or status.st_size > _MAX_REPLACED:
-                return
+            if asked["stamps"].get(name) == stamp:
+                continue
             # Skip all later files too: the verdict must not come before the nodes' results.
-            if len(self.data) > self.most:
-                self.more = True
-                return
-            with path.open("rb") as stream:
-                data = stream.read(_MAX_REPLACED)
-        except OSError:
-            return
-        self.files.append({"path": name, "stamp": stamp, "size": len(data)})
-        self.data += data
+            if len(data) > most:
+                return found, True
+            content = files.read_regular(path, _MAX_REPLACED)
+            found.append({"path": name, "stamp": stamp, "size": len(content)})
+            data += content
+    # Such as the verdict of an earlier run, which the next run renames.
+    gone = [name for name in asked["stamps"] if not (job_dir / name).exists()]
+    return found + [{"path": name, "gone": True, "size": 0} for name in gone], more
+
+
+def _matching(job_dir: Path, patterns: Iterable[str]) -> list[Path]:
+    """Return the files of these patterns whose names clusterjob may have written."""
+    found = (path for each in patterns for path in sorted(job_dir.glob(each)))
+    return [path for path in found if _NAME.fullmatch(path.name) and path.suffix != ".part"]
 
 
 # -- clean ---------------------------------------------------------------------------------------
