@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import importlib.util
-import itertools
 import json
 import os
 import shlex
 import shutil
-import socket
 import subprocess
 import sys
 import time
@@ -17,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from clusterjob.node.environments.worker_variables import LAUNCH_VARIABLES
-from clusterjob.node.system import devices, files, processes
+from clusterjob.node.system import devices, network, processes
 
 Object = dict[str, Any]  # of JSON
 _SETUP_TIMEOUT = 300.0  # seconds for setup lines and the start of the interpreter
@@ -178,19 +176,10 @@ def _addresses() -> list[str]:
 
     The address of this connection comes first, then IPv4.
     """
-    found = []
-    lines = files.read_text("/proc/net/fib_trie").splitlines()
-    for line, following in itertools.pairwise(lines):
-        if following.strip() == "/32 host LOCAL" and "|-- " in line:
-            found.append(line.partition("|-- ")[2].strip())
-    for row in files.read_text("/proc/net/if_inet6").splitlines():
-        digits, _, _, scope, flags, _ = row.split()
-        # Global scope, neither deprecated nor tentative.
-        if scope == "00" and not int(flags, 16) & 0x60:
-            found.append(socket.inet_ntop(socket.AF_INET6, bytes.fromhex(digits)))
-    distinct = [each for each in dict.fromkeys(found) if not each.startswith(("127.", "169.254."))]
+    local = ("127.", "169.254.", "::1", "fe80:")
     server = os.environ.get("SSH_CONNECTION", "").split()[2:3]  # absent without sshd
-    return sorted(distinct, key=lambda address: address not in server)
+    found = (each for each in network.interfaces() if not each.startswith(local))
+    return sorted(found, key=lambda address: address not in server)
 
 
 def _identity() -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import array
 import contextlib
 import errno
 import fcntl
@@ -16,7 +17,9 @@ from typing import Any
 
 from clusterjob.node.system import files
 
-_SIOCGIFADDR = 0x8915  # netdevice(7)
+_SIOCGIFCONF = 0x8912  # netdevice(7)
+_IFREQ = struct.Struct("16s4x4s16x")  # name and IPv4 address
+_UNUSED = 0x60  # flags of an IPv6 address: deprecated, tentative
 # A documentation address (RFC 5737): the route to it is the default route.
 _ELSEWHERE = "198.51.100.1"
 _LOOPBACK_NAMES = {
@@ -159,18 +162,29 @@ def interface_towards(host: str) -> str | None:
     address = address_towards(host)
     if address is None:
         return None
-    if ":" in address:
-        return _interface_of_ipv6(address)
     if address.startswith("127."):
         return "lo"  # lo has every 127.x.y.z, but only one of them is configured
+    return interfaces().get(address.partition("%")[0])
+
+
+def interfaces() -> dict[str, str]:
+    """Return the interface of each address of this machine that may be used, IPv4 first.
+
+    Sources: netdevice(7) for IPv4, /proc/net/if_inet6 for IPv6.
+    """
+    room = array.array("B", bytes(1 << 16))
+    asked = struct.pack("iL", len(room), room.buffer_info()[0])
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        for _, name in socket.if_nameindex():
-            request = struct.pack("256s", name.encode()[:15])
-            with contextlib.suppress(OSError):  # an interface without an IPv4 address
-                answer = fcntl.ioctl(probe.fileno(), _SIOCGIFADDR, request)
-                if socket.inet_ntoa(answer[20:24]) == address:
-                    return name
-    return None
+        size, _ = struct.unpack("iL", fcntl.ioctl(probe, _SIOCGIFCONF, asked))
+    found = {}
+    for label, address in _IFREQ.iter_unpack(room[:size]):
+        name = label.rstrip(b"\0").partition(b":")[0]  # eth0:1 is a label of eth0
+        found[socket.inet_ntoa(address)] = name.decode()
+    for row in files.read_text("/proc/net/if_inet6").splitlines():
+        digits, _, _, _, flags, name = row.split()
+        if not int(flags, 16) & _UNUSED:
+            found[socket.inet_ntop(socket.AF_INET6, bytes.fromhex(digits))] = name
+    return found
 
 
 def is_own(host: str) -> bool:
@@ -221,13 +235,6 @@ def interface_among(host: str, nnodes: int) -> str | None:
 
 def _resolve(host: str, port: int, kind: int) -> Any:
     return socket.getaddrinfo(addresses_of(host)[0], port, type=kind)[0]
-
-
-def _interface_of_ipv6(address: str) -> str | None:
-    """Return the interface of an IPv6 address, from proc(5): netdevice(7) has no ioctl for it."""
-    wanted = socket.inet_pton(socket.AF_INET6, address.partition("%")[0]).hex()
-    rows = map(str.split, files.read_text("/proc/net/if_inet6").splitlines())
-    return next((fields[5] for fields in rows if fields[0] == wanted), None)
 
 
 def why_unresolvable(host: str) -> str:
