@@ -12,7 +12,7 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import UNSET, Meta, UnsetType
 
-from clusterjob.node.host_server import commands, jobs
+from clusterjob.node.host_server import jobs, server
 
 MAX_LINE = 1 << 20  # bytes of an answer's JSON line, unless its schema allows more
 MAX_FILES = 10_000  # files of one node that an answer may name
@@ -143,8 +143,8 @@ ANSWERS = {
         _object({"lengths": _list(_Part, jobs.MAX_PARTS)}),
         jobs.MAX_BYTES,
     ),
-    "run_command": AnswerSchema(_Command, 2 * commands.MAX_OUTPUT),
-    "reap_command": AnswerSchema(_Command, 2 * commands.MAX_OUTPUT),
+    "run_command": AnswerSchema(_Command, 2 * server.MAX_OUTPUT),
+    "reap_command": AnswerSchema(_Command, 2 * server.MAX_OUTPUT),
 }
 # Functions such as put, start or remove return nothing.
 NO_ANSWER = AnswerSchema(_object({}))

@@ -10,11 +10,11 @@ import pytest
 from procs import alive, wait_until
 
 from clusterjob.node.environments.slurm_env import slurm_environment
-from clusterjob.node.host_server import commands
+from clusterjob.node.host_server import server
 
 
 def run(home: Path, *argv: str, wait: float = 20.0, job: str = "") -> tuple[dict[str, Any], bytes]:
-    return commands.run_command(home, list(argv), env={}, job=job, wait=wait)
+    return server.run_command(home, list(argv), env={}, job=job, wait=wait)
 
 
 def test_command_stdout_and_stderr_are_returned_separately_as_bytes(tmp_path: Path) -> None:
@@ -38,12 +38,12 @@ def test_long_command_is_reaped_later_and_does_not_block_others(tmp_path: Path) 
         wait=0.0,
     )
     assert run(tmp_path, "echo", "second")[1] == b"second\n"
-    assert commands.reap_command(tmp_path, first["number"], wait=0.0) == (
+    assert server.reap_command(tmp_path, first["number"], wait=0.0) == (
         {"number": first["number"]},
         b"",
     )
     (tmp_path / "go").touch()
-    assert commands.reap_command(tmp_path, first["number"], wait=20.0) == (
+    assert server.reap_command(tmp_path, first["number"], wait=20.0) == (
         {"code": 0, "out": 6},
         b"first\n",
     )
@@ -52,7 +52,7 @@ def test_long_command_is_reaped_later_and_does_not_block_others(tmp_path: Path) 
 def test_dropped_command_is_killed(tmp_path: Path) -> None:
     answer, _ = run(tmp_path, "bash", "-c", f"echo $$ > {tmp_path}/pid; exec sleep 1000", wait=0.0)
     wait_until(lambda: (tmp_path / "pid").exists() and (tmp_path / "pid").read_text(), 10)
-    killed, _ = commands.reap_command(tmp_path, answer["number"], wait=0.0, kill=True)
+    killed, _ = server.reap_command(tmp_path, answer["number"], wait=0.0, kill=True)
     assert killed["code"] == -9
     assert not alive(int((tmp_path / "pid").read_text()))
 
@@ -60,7 +60,7 @@ def test_dropped_command_is_killed(tmp_path: Path) -> None:
 def test_command_with_too_much_output_is_killed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(commands, "MAX_OUTPUT", 100_000)
+    monkeypatch.setattr(server, "MAX_OUTPUT", 100_000)
     answer, data = run(tmp_path, "yes")
     assert (answer["code"], answer["out"]) == (-9, 0)
     assert data == b"it printed more than 100000 bytes\n"
