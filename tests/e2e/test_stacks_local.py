@@ -77,6 +77,6 @@ def test_collective_that_one_rank_does_not_join_is_seen(
     program = (write_script(tmp_path, text),)
     with running(tmp_path, *TWO_NODES, program=program) as job:
         head = re.compile(
-            rb"ranks 0, 2, 3 wait in all_reduce .*; rank 1 is in decode \(guest\.py:7\)"
+            rb"ranks 0, 2-3 wait in all_reduce .*; rank 1 is in decode \(guest\.py:7\)"
         )
         wait_until(lambda: head.match(job.exec(verb="stacks")[0]) is not None, TEST_TIMEOUT)

@@ -27,6 +27,7 @@ from clusterjob.node.logs.events import EventLog, now
 from clusterjob.node.program import Program
 from clusterjob.node.stacks import collect, grouping
 from clusterjob.node.stacks.grouping import Frame, RankStack, ThreadStack
+from clusterjob.node.system import codec
 from clusterjob.node.verdict import JobState, Verdict
 
 TORCH = "/x/lib/python3.11/site-packages/torch/distributed"
@@ -104,7 +105,7 @@ def test_any_text_gives_bounded_frames(lines: list[str]) -> None:
             assert len(frame.function) <= grouping.MAX_TEXT
             assert frame.line is None or 0 <= frame.line < 10**9
     one = RankStack(0, 0, "h", 1, state="sleeps", answered=bool(found), threads=found)
-    json.dumps(one.to_json()).encode()
+    json.dumps(codec.plain(one)).encode()
 
 
 JSON = st.recursive(
@@ -189,6 +190,7 @@ def test_headline_of_issue_and_groups_with_smallest_first() -> None:
             {"file": "/w/data.py", "line": 41, "function": "decode"},
             {"file": "/w/train.py", "line": 60, "function": "<module>"},
         ],
+        "state": "sleeps (futex_wait)",
     }
     assert list(data["ranks"][0]) == [
         "rank", "node_rank", "host", "pid", "state", "answered", "threads"
@@ -201,7 +203,7 @@ def test_ranks_at_different_lines_of_same_wait_are_one_group_and_other_lines_are
     groups = grouping.group([stack(0, ALL_REDUCE), stack(1, moved), stack(2, other)])
     assert [each.ranks for each in groups] == [(2,), (0, 1)]
     assert grouping.headline(groups) == (
-        "ranks 0, 1 wait in all_reduce (train.py:30); rank 2 waits in all_reduce (train.py:31)"
+        "ranks 0-1 wait in all_reduce (train.py:30); rank 2 waits in all_reduce (train.py:31)"
     )
 
 
@@ -220,7 +222,7 @@ def test_ranks_at_different_lines_of_same_wait_are_one_group_and_other_lines_are
         ),
         (
             [stack(0, DECODE), stack(1, (), "is stopped"), stack(2, (), "is stopped")],
-            "ranks 1, 2 do not answer: the process is stopped; rank 0 is in decode (data.py:41)",
+            "ranks 1-2 do not answer: the process is stopped; rank 0 is in decode (data.py:41)",
         ),
         (
             [stack(0, DECODE), stack(1, DECODE, "is stopped (do_signal_stop)")],
@@ -322,7 +324,7 @@ def test_text_shows_all_threads_of_smallest_group_alone() -> None:
     stacks = [with_loader(0, DECODE), with_loader(1, ALL_REDUCE), with_loader(2, ALL_REDUCE)]
     lines = grouping.text(stacks)
     assert (
-        lines[0] == "ranks 1, 2 wait in all_reduce (train.py:30); rank 0 is in decode (data.py:41)"
+        lines[0] == "ranks 1-2 wait in all_reduce (train.py:30); rank 0 is in decode (data.py:41)"
     )
     assert lines[2] == "rank 0 (node 0, gpu1, pid 1: sleeps)"
     assert lines[3] == "  decode (/w/data.py:41)"
@@ -392,7 +394,7 @@ def node_answer(data: bytes, **facts: Any) -> bytes:
 
 
 def ranks_json(ranks: Sequence[int], **more: Any) -> bytes:
-    found = [stack(rank, ALL_REDUCE).to_json() | more for rank in ranks]
+    found = [codec.plain(stack(rank, ALL_REDUCE)) | more for rank in ranks]
     return json.dumps({"ranks": found, "warnings": []}).encode()
 
 
@@ -426,7 +428,7 @@ def test_node_of_older_version_is_one_line(record: MakeRecord) -> None:
 
 def test_node_speaks_for_itself_alone_and_not_for_256_ranks(record: MakeRecord) -> None:
     forged = node_answer(ranks_json([0, 4], node_rank=1, host="gpu9"), host="gpu7")
-    ranks = [stack(rank, ()).to_json() for rank in range(257)]
+    ranks = [codec.plain(stack(rank, ())) for rank in range(257)]
     many = node_answer(json.dumps({"ranks": ranks, "warnings": []}).encode())
     found = ask(record(Backend(JobState.RUNNING, forged, many)))
     assert {(each.node_rank, each.host) for each in found.stacks} == {(0, "gpu7")}
@@ -461,7 +463,7 @@ def test_foreign_text_is_shown_without_control_characters(
     record: MakeRecord, capsys: pytest.CaptureFixture[str]
 ) -> None:
     hostile = (Frame("/w/\x1b[2Ja.py", 1, "f\x1b]0;x\x07\ng"),)
-    answer = {"ranks": [stack(0, hostile, "\x1b[31m").to_json()], "warnings": ["\x1b[0m"]}
+    answer = {"ranks": [codec.plain(stack(0, hostile, "\x1b[31m"))], "warnings": ["\x1b[0m"]}
     record(Backend(JobState.RUNNING, node_answer(json.dumps(answer).encode())), nodes=1)
     for words in ([], ["--json"]):
         assert main(["stacks", "t-1", *words]) == 0

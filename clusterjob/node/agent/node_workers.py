@@ -27,7 +27,7 @@ from clusterjob.node.stacks.collect import collect
 from clusterjob.node.stacks.grouping import RankStack
 from clusterjob.node.stacks.progress import Progress
 from clusterjob.node.states import Missing, Order, OrderWithStore, Probe, Stop
-from clusterjob.node.system import devices, files, processes
+from clusterjob.node.system import codec, devices, files, processes
 from clusterjob.node.verdict import FailureKind
 from clusterjob.node.workers import forkserver_messages
 from clusterjob.node.workers.flight_recorder import FlightRecorder
@@ -358,7 +358,7 @@ def bounded(stack: RankStack) -> RankStack:
                 replace(thread, frames=thread.frames[:frames]) for thread in stack.threads[:threads]
             ),
         )
-        if len(json.dumps(stack.to_json())) <= _MAX_BYTES:
+        if len(json.dumps(codec.plain(stack))) <= _MAX_BYTES:
             return stack
     return replace(stack, threads=())
 

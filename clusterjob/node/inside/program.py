@@ -33,7 +33,7 @@ from clusterjob.node.inside.streams import STDERR, STDIN, STDOUT, FrameError, St
 from clusterjob.node.job_processes import RankProcess
 from clusterjob.node.stacks.collect import collect
 from clusterjob.node.stacks.offer import anonymous_file
-from clusterjob.node.system import processes
+from clusterjob.node.system import codec, processes
 
 _SILENCE = 120.0  # seconds without a frame after which the submitter counts as dead
 _START_TIMEOUT = 10.0  # seconds for workers that are being started
@@ -160,7 +160,7 @@ def _send_stacks(request: dict[str, Any]) -> None:
         native=request["stacks"]["native"],
         warn=warnings.append,
     )
-    data = json.dumps({"ranks": [each.to_json() for each in stacks], "warnings": warnings})
+    data = json.dumps({"ranks": [codec.plain(each) for each in stacks], "warnings": warnings})
     connection = Streams(0, 1, control=lambda *_: None)
     for begin in range(0, len(data), streams.MAX_PAYLOAD):  # the submitter stores none of them
         part = data[begin : begin + streams.MAX_PAYLOAD]

@@ -13,9 +13,9 @@ from typing import Annotated, Any
 
 from clusterjob.node.logs import log_files
 from clusterjob.node.logs.events import now
-from clusterjob.node.system import codec
+from clusterjob.node.system import codec, files
 from clusterjob.node.system.codec import Limit
-from clusterjob.node.system.ranges import ranges
+from clusterjob.node.system.ranges import ranks_text
 from clusterjob.node.system.sanitize import sanitize
 
 MAX_TEXT = 600  # characters of a name
@@ -70,11 +70,6 @@ class RankStack:
     def main_frames(self) -> tuple[Frame, ...]:
         """The main thread's frames, the innermost first; empty without an answer."""
         return self.threads[0].frames if self.answered and self.threads else ()
-
-    def to_json(self) -> dict[str, Any]:
-        """Return the stack as plain data."""
-        found: dict[str, Any] = codec.plain(self)
-        return found
 
 
 # A line of a frame; faulthandler cuts file names off after 500 characters.
@@ -238,10 +233,6 @@ class Group:
     frames: tuple[Frame, ...]
     state: str
 
-    def to_json(self) -> dict[str, Any]:
-        """Return the group as plain data."""
-        return {"ranks": list(self.ranks), "frames": [vars(frame) for frame in self.frames]}
-
 
 def group(stacks: Iterable[RankStack]) -> list[Group]:
     """Return the groups of ranks with equal stacks, the smallest first.
@@ -303,12 +294,8 @@ def headline(groups: Sequence[Group]) -> str:
 
 
 def members_text(ranks: Sequence[int]) -> str:
-    """Return the ranks of a group as ``rank 3``, ``ranks 1, 2`` or ``7 ranks``."""
-    if len(ranks) == 1:
-        return f"rank {ranks[0]}"
-    if len(ranks) <= _MAX_NAMED:
-        return f"ranks {', '.join(map(str, ranks))}"
-    return f"{len(ranks)} ranks"
+    """Return the ranks of a group as ``rank 3``, ``ranks 1-2`` or ``7 ranks``."""
+    return ranks_text(ranks) if len(ranks) <= _MAX_NAMED else f"{len(ranks)} ranks"
 
 
 def position_text(frames: Sequence[Frame], state: str, *, several: bool = False) -> str:
@@ -357,8 +344,8 @@ def to_json(job_id: str, stacks: Sequence[RankStack]) -> dict[str, Any]:
     return {
         "schema": SCHEMA,
         "id": job_id,
-        "ranks": [each.to_json() for each in sorted(stacks, key=lambda each: each.rank)],
-        "groups": [each.to_json() for each in group(stacks)],
+        "ranks": [codec.plain(each) for each in sorted(stacks, key=lambda each: each.rank)],
+        "groups": [codec.plain(each) for each in group(stacks)],
     }
 
 
@@ -390,7 +377,7 @@ def _title(members: Sequence[RankStack]) -> str:
     if len(members) == 1:
         where += f", {first.host}, pid {first.pid}"
     states = ", ".join(sorted({each.state for each in members}))
-    named = f"rank{'s' * (len(members) > 1)} {', '.join(ranges(each.rank for each in members))}"
+    named = ranks_text(each.rank for each in members)
     return f"{named} ({where}: {states})" + ("" if first.answered else ": no answer")
 
 
@@ -447,7 +434,7 @@ def write_evidence(
         "silent_nodes": list(silent),
         "flight_recorder": list(dumps),
     }
-    _write(path.with_suffix(".json"), json.dumps(data))
+    files.write_atomic(path.with_suffix(".json"), json.dumps(data).encode())
     lines = [
         f"{at} {why}",
         *(f"{node} did not answer" for node in silent),
@@ -455,12 +442,6 @@ def write_evidence(
         "",
         *text(stacks, all_threads=True),
     ]
-    _write(path, "".join(f"{sanitize(line)}\n" for line in lines))
+    shown = "".join(f"{sanitize(line)}\n" for line in lines)
+    files.write_atomic(path, shown.encode(errors="replace"))
     return str(path.relative_to(job_dir))
-
-
-def _write(path: Path, text: str) -> None:
-    # O_NONBLOCK: a pipe of this name would block the coordinator for ever.
-    flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC
-    with open(os.open(path, flags, 0o600), "w", encoding="utf-8", errors="replace") as stream:
-        stream.write(text)
