@@ -21,7 +21,6 @@ from procs import wait_until
 
 from clusterjob.node.job_processes import NodeProcesses, RankProcess
 from clusterjob.node.stacks import collect
-from clusterjob.node.stacks.collect import StackRequest
 from clusterjob.node.stacks.grouping import RankStack
 from clusterjob.node.stacks.offer import FILES, SIGNAL, SIGNAL_FOR_PYTHON
 
@@ -97,7 +96,7 @@ def functions(stack: RankStack, thread: int = 0) -> list[str]:
 )
 def test_process_without_stack_handler_is_not_signalled(tmp_path: Path, text: str) -> None:
     with child(tmp_path, text) as process:
-        assert not StackRequest(process.pid).offered
+        assert not collect.offers(process.pid)
         stack = stack_of(process)
         assert not stack.answered
         assert stack.threads == ()
@@ -342,13 +341,12 @@ def test_busy_worker_survives_thousands_of_signals(
     )
     signals = 0
     with running([interpreter, "-W", "ignore", str(path), seconds], tmp_path) as process:
-        request = StackRequest(process.pid)
-        request.close()
+        offers = collect.offers(process.pid)
         while process.poll() is None:
             signals += len(stack_of(process, 5).threads)
         assert process.returncode == 42
-    assert request.offered == (Path(interpreter).parts[-3] != "3.13.0")
-    assert signals > least or not request.offered
+    assert offers == (Path(interpreter).parts[-3] != "3.13.0")
+    assert signals > least or not offers
 
 
 def test_process_that_executes_programs_meanwhile_survives_requests(tmp_path: Path) -> None:
@@ -361,9 +359,9 @@ def test_process_that_executes_programs_meanwhile_survives_requests(tmp_path: Pa
     """
     with child(tmp_path, text, "0") as process:
         while process.poll() is None:
-            request = StackRequest(process.pid)
+            request = collect.ask(process.pid)
             for _ in range(20):
-                request.step()
+                next(request, None)
             request.close()
         assert process.returncode == 43
 
@@ -459,7 +457,7 @@ def test_hook_offers_stacks_of_ranks_alone(tmp_path: Path) -> None:
         (tmp_path / name).mkdir()
         with hooked(tmp_path / name, WAIT, **environ) as process:
             assert functions(stack_of(process, 5)) == ["<module>"] if "RANK" in environ else True
-            assert StackRequest(process.pid).offered == ("RANK" in environ)
+            assert collect.offers(process.pid) == ("RANK" in environ)
 
 
 @pytest.mark.parametrize("version", ["2.7", "3.6", "3.7", "3.8", "3.9", "3.10", "3.12", "3.13"])
@@ -471,9 +469,7 @@ def test_hook_offers_stacks_in_other_python_versions(tmp_path: Path, version: st
     with hooked(tmp_path, text, str(found[0]), RANK="0") as process:
         assert process.poll() is None
         exact = found[0].parts[-3]
-        assert StackRequest(process.pid).offered == (
-            version not in ("2.7", "3.6") and exact != "3.13.0"
-        )
+        assert collect.offers(process.pid) == (version not in ("2.7", "3.6") and exact != "3.13.0")
 
 
 # -- py-spy ----------------------------------------------------------------------------------------

@@ -21,7 +21,7 @@ import os
 import shutil
 import socket
 import time
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -40,7 +40,9 @@ from clusterjob.node.system import files, processes
 
 # Seconds for a process to answer; with a free core it needs less than a millisecond.
 ANSWER_SECONDS = 1.0
-POLL_SECONDS = 0.002  # between two calls of `StackRequest.step`
+POLL_SECONDS = 0.002  # between two looks at the requests
+# A request for the stacks of one process; see `ask`.
+Request = Generator["tuple[ThreadStack, ...] | None", None, None]
 # Seconds after which a main thread that sleeps, or runs, and has not run its Python handler is in
 # native code.
 _SLEEPING_SECONDS, _RUNNING_SECONDS = 0.02, 0.4
@@ -106,25 +108,29 @@ def collect(
         warn: called with one line if the native frames cannot be had.
     """
     end = time.monotonic() + timeout
-    asked = []
+    pids, asked = dict[int, int](), dict[int, Request]()
     for each in found.ranks[:_MAX_RANKS]:
         fields = processes.stat_fields(each.pid)
         # The forkserver's table has workers that have ended: their pids may be used again.
         own = fields is not None and found.parent in (None, int(fields[1]))
         if each.rank is not None and own and rank in (None, each.rank):
-            asked.append((each.rank, _request(each.pid)))
-    while time.monotonic() < end - min(_PY_SPY_SECONDS, timeout / 4):
-        for _, request in asked:
-            request.step()
-        if all(request.done for _, request in asked):
-            break
+            pids[each.rank] = _offering(each.pid)
+            asked[each.rank] = ask(pids[each.rank])
+    answers: dict[int, tuple[ThreadStack, ...]] = {}
+    while asked and time.monotonic() < end - min(_PY_SPY_SECONDS, timeout / 4):
+        for number, request in list(asked.items()):
+            if (threads := next(request, ())) is not None:
+                answers[number] = threads
+                del asked[number]
         time.sleep(POLL_SECONDS)
+    for request in asked.values():
+        request.close()
     host = socket.gethostname()
     stacks = []
-    for number, request in asked:
-        state, threads = state_of(request.pid), request.answer()
+    for number, pid in pids.items():
+        threads = answers.get(number, ())
         known = bool(threads and threads[0].frames)
-        stacks.append(RankStack(number, node_rank, host, request.pid, state, known, threads))
+        stacks.append(RankStack(number, node_rank, host, pid, state_of(pid), known, threads))
     if not native and all(stack.answered for stack in stacks):
         return stacks
     from concurrent.futures import ThreadPoolExecutor  # seldom needed
@@ -135,115 +141,100 @@ def collect(
         return list(pool.map(read, stacks))
 
 
-def _request(pid: int) -> StackRequest:
-    """Ask a rank's process, or the nearest process below it that offers its stacks.
+def _offering(pid: int) -> int:
+    """Return a rank's process, or the nearest process below it that offers its stacks.
 
     The rank may be a shell or another program that runs Python.
     """
-    request = StackRequest(pid)
-    for below in () if request.offered else processes.descendants(pid):
-        other = StackRequest(below)
-        if other.offered:
-            return other
-    return request
+    below = [] if offers(pid) else processes.descendants(pid)
+    return next(filter(offers, below), pid)
 
 
-class StackRequest:
-    """A request for the stacks of one process; call `step` until `done`, then `answer`.
+def offers(pid: int) -> bool:
+    """Return whether a process offers its stacks."""
+    with contextlib.suppress(OSError):
+        return all(_offer_path(pid, number) for number in offer.FILES)
+    return False
 
-    Args:
-        pid: the process.
 
-    Attributes:
-        offered: whether the process offers its stacks.
-        done: whether the process has answered, or will not.
+def ask(pid: int) -> Request:
+    """Ask a process for its stacks: yield None while it has not answered, then its threads.
+
+    The main thread's is the first; there are none without an answer.
     """
+    threads: tuple[ThreadStack, ...] = ()
+    with contextlib.ExitStack() as stack, contextlib.suppress(OSError):  # it may have ended
+        opened = []
+        for number in offer.FILES:
+            opened.append(os.open(_offer_path(pid, number), os.O_RDWR | os.O_CLOEXEC))
+            stack.callback(os.close, opened[-1])
+        if state_of(pid).startswith(STOPPED):  # it would answer when it continues
+            return
+        while not _has_lock(opened[0]):  # another request is not done
+            yield None
+        end = time.monotonic() + ANSWER_SECONDS
+        for threads in _steps(pid, *opened):
+            if threads or time.monotonic() > end:
+                break
+            yield None
+    yield threads
 
-    def __init__(self, pid: int) -> None:
-        self.pid = pid
-        self.done = False
-        self._threads: tuple[ThreadStack, ...] = ()
-        self._files: list[int] = []
-        self._end = time.monotonic() + ANSWER_SECONDS
-        self._steps = self._ask()
-        with contextlib.suppress(OSError):
-            for number in offer.FILES:
-                self._files.append(_open_offer(pid, number))
-        self.offered = len(self._files) == len(offer.FILES)
-        # A stopped process would answer when it continues.
-        if not self.offered or state_of(pid).startswith(STOPPED):
-            self.close()
 
-    def step(self) -> None:
-        """Continue the request without waiting."""
-        try:
-            if self.done or time.monotonic() > self._end:
-                self.close()
-            else:
-                fcntl.flock(self._files[0], fcntl.LOCK_EX | fcntl.LOCK_NB)
-                next(self._steps)
-        except BlockingIOError:  # another request is not done
-            self._end = time.monotonic() + ANSWER_SECONDS
-        except (StopIteration, OSError):  # the process may have ended
-            self.close()
+def _has_lock(file: int) -> bool:
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
 
-    def answer(self) -> tuple[ThreadStack, ...]:
-        """Close the request; return the stacks, the main thread's first, or none."""
-        self.close()
-        return self._threads
 
-    def close(self) -> None:
-        """End the request, so that the next one can lock the file."""
-        self.done = True
-        self._steps.close()
-        while self._files:
-            os.close(self._files.pop())
+def _steps(pid: int, python: int, native: int) -> Iterator[tuple[ThreadStack, ...]]:
+    """Yield nothing while a process has not answered, then its threads."""
+    while _waits_for_files(pid):
+        yield ()
+    yield from _ask_python(pid, python)
+    yield from _ask_native(pid, native)
 
-    def _ask(self) -> Generator[None, None, None]:
-        while _waits_for_files(self.pid):
-            yield
-        yield from self._ask_python(self._files[0])
-        if not self._threads:
-            yield from self._ask_native(self._files[1])
 
-    def _ask_python(self, file: int) -> Generator[None, None, None]:
-        """Let Python code of the main thread write all stacks, unless it is in native code."""
-        os.ftruncate(file, 0)
-        os.pwrite(file, b"?", 0)
-        os.kill(self.pid, offer.SIGNAL_FOR_PYTHON)
-        begin = time.monotonic()
-        while not self._threads:
-            yield
-            text = _read(file)
-            if text.endswith(offer.END):
-                self._threads = grouping.parse_threads(text[1:])
-            # A main thread without a core has not taken the signal.
-            elif not has_signal(self.pid, "ShdPnd", offer.SIGNAL_FOR_PYTHON):
-                sleeps = state_of(self.pid).startswith(_STATES["S"])
-                if time.monotonic() > begin + (_SLEEPING_SECONDS if sleeps else _RUNNING_SECONDS):
-                    return
+def _ask_python(pid: int, file: int) -> Iterator[tuple[ThreadStack, ...]]:
+    """Let Python code of the main thread write all stacks, unless it is in native code."""
+    os.ftruncate(file, 0)
+    os.pwrite(file, b"?", 0)
+    os.kill(pid, offer.SIGNAL_FOR_PYTHON)
+    begin = time.monotonic()
+    while True:
+        yield ()
+        text = _read(file)
+        if text.endswith(offer.END):
+            yield grouping.parse_threads(text[1:])
+        # A main thread without a core has not taken the signal.
+        elif not has_signal(pid, "ShdPnd", offer.SIGNAL_FOR_PYTHON):
+            sleeps = state_of(pid).startswith(_STATES["S"])
+            if time.monotonic() > begin + (_SLEEPING_SECONDS if sleeps else _RUNNING_SECONDS):
+                return
 
-    def _ask_native(self, file: int) -> Generator[None, None, None]:
-        """Let faulthandler write the stack of the main thread, which is in native code.
 
-        The kernel gives a signal for a process to its main thread, unless that blocks it.
-        """
-        while has_signal(self.pid, "SigBlk", offer.SIGNAL):
-            yield
-        os.ftruncate(file, 0)
-        os.kill(self.pid, offer.SIGNAL)
-        # The size first: the thread blocks the signal until it has written all.
-        while not os.fstat(file).st_size or has_signal(self.pid, "SigBlk", offer.SIGNAL):
-            yield
-        self._threads = grouping.parse_threads(_read(file))
+def _ask_native(pid: int, file: int) -> Iterator[tuple[ThreadStack, ...]]:
+    """Let faulthandler write the stack of the main thread, which is in native code.
+
+    The kernel gives a signal for a process to its main thread, unless that blocks it.
+    """
+    while has_signal(pid, "SigBlk", offer.SIGNAL):
+        yield ()
+    os.ftruncate(file, 0)
+    os.kill(pid, offer.SIGNAL)
+    # The size first: the thread blocks the signal until it has written all.
+    while not os.fstat(file).st_size or has_signal(pid, "SigBlk", offer.SIGNAL):
+        yield ()
+    yield grouping.parse_threads(_read(file))
 
 
 def _read(file: int) -> str:
     return os.pread(file, _MAX_BYTES, 0).decode(errors="replace")
 
 
-def _open_offer(pid: int, number: int) -> int:
-    """Open the file of a process that offers its stacks, and catches the signal.
+def _offer_path(pid: int, number: int) -> str:
+    """Return the path of the file of a process that offers its stacks, and catches the signal.
 
     Raises:
         OSError: the process does not, or it has ended.
@@ -257,7 +248,7 @@ def _open_offer(pid: int, number: int) -> int:
             link = os.readlink(path).rpartition("/")[2]
             # The file is in no directory: another file of this name must not be truncated.
             if link.startswith((file, f"memfd:{file}")) and os.stat(path).st_nlink == 0:
-                return os.open(path, os.O_RDWR | os.O_CLOEXEC)
+                return path
     raise FileNotFoundError(f"process {pid} has no file {file}")
 
 

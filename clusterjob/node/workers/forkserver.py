@@ -31,7 +31,6 @@ from clusterjob.node.logs.job_dir import STORE_LOG
 from clusterjob.node.options import LaunchOptions
 from clusterjob.node.program import Program
 from clusterjob.node.stacks import collect, grouping, offer
-from clusterjob.node.stacks.collect import StackRequest
 from clusterjob.node.system import processes
 from clusterjob.node.system.processes import SharedNote
 from clusterjob.node.verdict import FailureKind
@@ -466,7 +465,7 @@ class Forkserver:
 
     def _stop_steps(self, begun: float) -> Iterator[None]:
         """Kill the workers when it is time, then what they left behind; a step takes 20 ms."""
-        stacks: dict[int, StackRequest] = {}  # of workers whose handler of SIGTERM has ended
+        stacks: dict[int, collect.Request] = {}  # of workers whose handler of SIGTERM has ended
         while self._running:
             if time.monotonic() >= self._kill_at:
                 self._signal(self._below(), signal.SIGKILL)
@@ -498,7 +497,7 @@ class Forkserver:
         """Return the processes that the workers started, and the workers."""
         return [pid for pid in processes.descendants(os.getpid()) if pid != self._drain_pid]
 
-    def _is_idle(self, pid: int, begun: float, stacks: dict[int, StackRequest]) -> bool:
+    def _is_idle(self, pid: int, begun: float, stacks: dict[int, collect.Request]) -> bool:
         """Return whether a worker that got SIGTERM saves nothing, by its handler of SIGTERM."""
         state, since = self._sigterm.get(self._running[pid], ("", 0.0))
         if time.monotonic() < max(since, begun) + _EARLY_KILL or state == "begun":
@@ -508,12 +507,11 @@ class Forkserver:
         if state == "set":  # stuck in native code
             return True
         if pid not in stacks:
-            stacks[pid] = StackRequest(pid)
-        asked = stacks[pid]
-        if not asked.done:
-            asked.step()
+            stacks[pid] = collect.ask(pid)
+        threads = next(stacks[pid], ())
+        if threads is None:
             return False
-        threads = stacks.pop(pid).answer()
+        del stacks[pid]
         return bool(threads) and grouping.waits_for_peers(threads[0].frames)
 
     @staticmethod
