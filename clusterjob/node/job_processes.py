@@ -20,7 +20,7 @@ MARK = "CLUSTERJOB_INSIDE"
 # The forkserver's table of its workers: part of the link of the descriptor in /proc/PID/fd.
 TABLE = "clusterjob-workers"
 _MAX_TABLE = 64 << 20  # bytes
-_KEYS = {"node_rank", "attempt", "first_rank", "nproc", "world_size", "environ", "workers"}
+_KEYS = {"node_rank", "attempt", "world_size", "environ", "workers"}
 _AT_SECURE = 23  # key of the auxiliary vector; getauxval(3)
 _RANK = re.compile(r"\d{1,9}", re.ASCII)
 _NODE_VARIABLES = ("CLUSTERJOB_NODE_RANK", "SLURM_NODEID")
@@ -47,15 +47,13 @@ class NodeProcesses:
 
     Attributes:
         ranks: the node's ranks, in order; empty if no workers run.
-        first, count, world: the node's first rank, its number of ranks, and that of the job.
+        world: the number of ranks of the job.
         forkserver: the pid of the forkserver; None if Slurm has started the ranks.
         parent: the parent of all ranks; None if it is not known.
         started: whether any process of the node was found.
     """
 
     ranks: tuple[RankProcess, ...] = ()
-    first: int = 0
-    count: int = 0
     world: int = 0
     forkserver: int | None = None
     parent: int | None = None
@@ -153,8 +151,6 @@ def _in_table(pid: int, table: dict[str, Any]) -> NodeProcesses:
             )
             for worker in workers
         ),
-        first=table["first_rank"],
-        count=table["nproc"],
         world=table["world_size"],
         forkserver=pid,
         parent=pid,
@@ -182,8 +178,6 @@ def _among_tasks(
     world = ranks[0].environ.get("WORLD_SIZE", "") if ranks else ""
     return NodeProcesses(
         ranks,
-        first=min(by_rank, default=0),
-        count=len(by_rank),
         world=int(world) if _RANK.fullmatch(world) else len(by_rank),
         forkserver=forkserver,
         started=True,

@@ -21,7 +21,7 @@ from clusterjob.node.workers import forkserver_messages
 
 MakeJob = Callable[..., Job]
 FALSE_WORKERS = {
-    "node_rank": 0, "attempt": 9, "first_rank": 0, "nproc": 1, "world_size": 1, "environ": {},
+    "node_rank": 0, "attempt": 9, "world_size": 1, "environ": {},
     "workers": [{"rank": 0, "pid": 2**40, "variables": {}}],
 }  # fmt: skip
 

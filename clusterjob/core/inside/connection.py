@@ -27,7 +27,7 @@ _SILENCE = 60.0  # seconds without a frame after which the node counts as unreac
 
 @dataclass(frozen=True)
 class _Refusal:
-    """Why a node cannot run a command; see `clusterjob.node.inside.program.NotHereError`."""
+    """Why a node cannot run a command; see `clusterjob.node.inside.program.find`."""
 
     why: str
     first: int = 0

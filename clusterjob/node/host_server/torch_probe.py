@@ -15,28 +15,27 @@ from typing import Any
 from clusterjob.node.workers import preload
 
 
-def facts() -> dict[str, Any]:
-    """Return facts about torch on this machine.
+def main() -> None:
+    """Print facts about torch on a separate line, after any output of its import.
 
-    Returns:
-        ``fork``: why workers cannot be forked, or empty. ``torch``: its version; empty if torch is
-        not installed. ``broken``: why an installed torch cannot be imported, or empty.
-        ``seconds``: duration of the import. With torch also: ``cuda``: the CUDA version that it
-        was built for; empty for CPU only. ``gpus``: number of GPUs that torch sees.
-        ``driver_error``: torch's message about the driver. ``backends``: those of
-        torch.distributed.
+    ``fork``: why workers cannot be forked, or empty. ``torch``: its version; empty if torch is not
+    installed. ``broken``: why an installed torch cannot be imported, or empty. ``seconds``:
+    duration of the import. With torch also: ``cuda``: the CUDA version that it was built for; empty
+    for CPU only. ``gpus``: number of GPUs that torch sees. ``driver_error``: torch's message about
+    the driver. ``backends``: those of torch.distributed.
     """
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     begin = time.monotonic()
-    why = preload.preload_torch()
-    seconds = time.monotonic() - begin
+    why = preload.preload_torch() or ""
+    facts = {"torch": "", "broken": "", "fork": why, "seconds": time.monotonic() - begin}
     torch = sys.modules.get("torch")
-    there = torch is not None and hasattr(torch, "__version__")
-    broken = why or "" if preload.has_torch() and not there else ""
-    found = {"torch": "", "broken": broken, "fork": why or "", "seconds": seconds}
-    if there:
-        found |= _of_torch(torch)
-    return found
+    if hasattr(torch, "__version__"):
+        facts |= _of_torch(torch)
+    elif preload.has_torch():
+        facts["broken"] = why
+    sys.stdout.flush()
+    os.write(1, f"\nclusterjob-facts {json.dumps(facts)}\n".encode())
+    os._exit(0)  # do not wait for threads that torch started
 
 
 def _of_torch(torch: Any) -> dict[str, Any]:
@@ -49,25 +48,14 @@ def _of_torch(torch: Any) -> dict[str, Any]:
         else:
             message = str(warned[0].message) if warned else ""
     distributed = torch.distributed
-    there = [
-        name
-        for name in ("gloo", "nccl")
-        if distributed.is_available() and getattr(distributed, f"is_{name}_available")()
-    ]
-    built_for = torch.version.cuda or getattr(torch.version, "hip", None) or ""
-    first_line = message.strip().partition("\n")[0]
     return {
         "torch": str(torch.__version__),
-        "cuda": str(built_for),
+        "cuda": str(torch.version.cuda or getattr(torch.version, "hip", None) or ""),
         "gpus": count,
-        "driver_error": first_line,
-        "backends": there,
+        "driver_error": message.strip().partition("\n")[0],
+        "backends": [
+            name
+            for name in ("gloo", "nccl")
+            if distributed.is_available() and getattr(distributed, f"is_{name}_available")()
+        ],
     }
-
-
-def main() -> None:
-    """Print the facts on a separate line, after any output of the import."""
-    text = json.dumps(facts())
-    sys.stdout.flush()
-    os.write(1, f"\nclusterjob-facts {text}\n".encode())
-    os._exit(0)  # do not wait for threads that torch started

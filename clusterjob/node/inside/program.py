@@ -12,6 +12,7 @@ import contextlib
 import ctypes
 import errno
 import fcntl
+import io
 import json
 import os
 import pwd
@@ -58,26 +59,20 @@ _OWN = {contract.REPORT_FD, contract.WARNING_FD, contract.STDIN_FD, "COLUMNS", "
 
 def main() -> None:
     """Serve one request."""
-    line = b""
-    while not line.endswith(b"\n"):
-        data = os.read(0, 1 << 16)  # the submitter sends nothing after the line before the answer
-        if not data:
-            return
-        line += data
+    line = io.FileIO(0, closefd=False).readline()  # no byte after the line
+    if not line.endswith(b"\n"):
+        return
     request = json.loads(line)
     processes.adopt_orphans()
-    end = time.monotonic() + _START_TIMEOUT
-    while True:
-        try:
-            worker, keeper = find(request["job"], request["node"], request["rank"])
-            break
-        except NotHereError as error:
-            (facts,) = error.args
-            starting = facts["why"] == "starting" and not request.get("stacks")
-            if not starting or time.monotonic() > end:
-                _answer({"error": facts})
-                return
+    end = time.monotonic() + (0.0 if request.get("stacks") else _START_TIMEOUT)
+    found = find(request["job"], request["node"], request["rank"])
+    while isinstance(found, dict) and found["why"] == "starting" and time.monotonic() < end:
         time.sleep(_TICK)
+        found = find(request["job"], request["node"], request["rank"])
+    if isinstance(found, dict):
+        _answer({"error": found})
+        return
+    worker, keeper = found
     answer = {"rank": worker.rank, "host": socket.gethostname()}
     if request.get("stacks"):
         _answer(answer | {"stacks": True})
@@ -170,27 +165,16 @@ def _send_stacks(request: dict[str, Any]) -> None:
 
 def _open_connection(connection: Streams, number: int, port: int) -> None:
     """Connect to a port of this machine and add the stream; reset it on an error."""
-    why = ""
-    for address in ("127.0.0.1", "::1"):  # a server on "localhost" may listen on either
-        try:
-            sock = socket.create_connection((address, port), _CONNECT_TIMEOUT)
-        except OSError as error:
-            why = why or f"{port}: {error.strerror or 'timed out'}"
-        else:
-            streams.add_socket(connection, number, sock)
-            return
-    connection.send(streams.RESET, number, payload=why.encode())
+    try:  # a server on "localhost" may listen on either of its addresses
+        sock = socket.create_connection(("localhost", port), _CONNECT_TIMEOUT)
+    except OSError as error:
+        why = f"{port}: {error.strerror or 'timed out'}"
+        connection.send(streams.RESET, number, payload=why.encode())
+    else:
+        streams.add_socket(connection, number, sock)
 
 
-class NotHereError(Exception):
-    """This node has no such worker; the argument says why.
-
-    It has ``why`` (absent, starting or rank); for a wrong rank also ``first``, ``count`` and
-    ``world`` of the ranks.
-    """
-
-
-def find(job_id: str, node: int, rank: int | None) -> tuple[RankProcess, int]:
+def find(job_id: str, node: int, rank: int | None) -> tuple[RankProcess, int] | dict[str, Any]:
     """Return a worker of this node, and the process with which the node's part of the job ends.
 
     Args:
@@ -198,17 +182,18 @@ def find(job_id: str, node: int, rank: int | None) -> tuple[RankProcess, int]:
         node: the node's rank; several nodes of a job may be on one machine.
         rank: the worker's rank; None for the node's first worker.
 
-    Raises:
-        NotHereError: there is no such worker.
+    Returns:
+        If there is no such worker, ``why`` (absent, starting or rank); for a wrong rank also
+        ``first``, ``count`` and ``world`` of the ranks.
     """
     found = job_processes.on_node(job_id, node)
-    if not found.ranks:
-        raise NotHereError({"why": "starting" if found.started else "absent"})
     worker = next((each for each in found.ranks if rank in (None, each.rank)), None)
-    if worker is None:
-        facts = {"first": found.first, "count": found.count, "world": found.world}
-        raise NotHereError({"why": "rank", **facts})
-    return worker, worker.pid if found.forkserver is None else found.forkserver
+    if worker is not None:
+        return worker, worker.pid if found.forkserver is None else found.forkserver
+    if not found.ranks or found.ranks[0].rank is None:
+        return {"why": "starting" if found.started else "absent"}
+    facts = {"first": found.ranks[0].rank, "count": len(found.ranks), "world": found.world}
+    return {"why": "rank", **facts}
 
 
 def _alive(worker: RankProcess, keeper: int) -> int:

@@ -339,8 +339,6 @@ class Forkserver:
         table = {
             "node_rank": self._node_rank,
             "attempt": self._attempt,
-            "first_rank": world.first_rank,
-            "nproc": world.nproc,
             "world_size": world.world_size,
             "environ": dict(os.environ),
             "workers": [
