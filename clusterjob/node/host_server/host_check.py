@@ -115,15 +115,17 @@ def interpreter(
     """
     directory = home / "jobs" / job / Path(workdir).expanduser()
     code = _PROBE + (_FACTS.format(zip=node_zip) if imports else "")
-    lines = [f"cd -- {shlex.quote(str(directory))} || exit 1"]
-    lines += [f"export {name}={shlex.quote(value)}" for name, value in env.items()]
-    lines += [
-        f"{{ :\n{line}\n}} < /dev/null >&2 || {{ echo 'clusterjob-setup {index}'; exit 1; }}"
-        for index, line in enumerate(setup)
-    ]
     quoted = shlex.quote(python)
-    lines.append(f"command -v -- {quoted} > /dev/null || {{ echo 'clusterjob-none '; exit 1; }}")
-    lines.append(f"exec {quoted} -c {shlex.quote(code)}")
+    lines = [
+        f"cd -- {shlex.quote(str(directory))} || exit 1",
+        *(f"export {name}={shlex.quote(value)}" for name, value in env.items()),
+        *(
+            f"{{ :\n{line}\n}} < /dev/null >&2 || {{ echo 'clusterjob-setup {index}'; exit 1; }}"
+            for index, line in enumerate(setup)
+        ),
+        f"command -v -- {quoted} > /dev/null || {{ echo 'clusterjob-none '; exit 1; }}",
+        f"exec {quoted} -c {shlex.quote(code)}",
+    ]
     answer: Object = {"version": None, "executable": "", "torch": None, "facts": None, "died": ""}
     try:
         asked = subprocess.run(

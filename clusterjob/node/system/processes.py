@@ -207,8 +207,8 @@ def descendants(pid: int, *keep: int | None) -> list[int]:
     stats = running()
     found = children(stats)
     kept = {each for top in filter(None, keep) for each in (top, *below(top, found))}
-    live = [each for each in below(pid, found) if stats[each][0] not in "ZX"]
-    return [each for each in live if each not in kept]
+    alive = (each for each in below(pid, found) if stats[each][0] not in "ZX")
+    return [each for each in alive if each not in kept]
 
 
 def children(stats: Mapping[int, list[str]]) -> dict[int, list[int]]:
@@ -306,8 +306,7 @@ def end_groups(leaders: list[int], timeout: float) -> None:
 
 def signal_group(leader: int, number: int) -> None:
     """Send a signal to a process group, unless it has ended."""
-    with contextlib.suppress(ProcessLookupError):
-        os.killpg(leader, number)
+    send_signal(-leader, number)
 
 
 def reap(pids: list[int]) -> None:

@@ -34,7 +34,7 @@ class ZipImporter:
     def __init__(self, package_file: str, block: str) -> None:
         self.archive = package_file.removesuffix("/clusterjob/__init__.py")
         self._block = block
-        self._sources: dict[str, str] | None = None
+        self._modules: dict[str, tuple[str, str]] | None = None  # file and source by name
 
     def find_spec(
         self,
@@ -45,8 +45,8 @@ class ZipImporter:
         """Return a module's spec if the block contains it; a method of sys.meta_path finders."""
         if not name.startswith("clusterjob."):
             return None
-        file = self._file_of(name)
-        if file is None:
+        file, _ = self._find(name)
+        if not file:
             # Let the interpreter's own finder search the installed package.
             package = installed()
             if package is not None and isinstance(path, list):
@@ -69,37 +69,29 @@ class ZipImporter:
 
     def get_code(self, name: str) -> CodeType:
         """Return a module's code; `exec_module` and runpy use it."""
-        file = self._file_of(name)
-        if file is None:
-            raise ImportError(f"no module named {name}", name=name)
-        return compile(self._all()[file], f"{self.archive}/{file}", "exec", dont_inherit=True)
+        file, source = self._find(name)
+        return compile(source, f"{self.archive}/{file}", "exec", dont_inherit=True)
 
     def get_source(self, name: str) -> str | None:
         """Return a module's source, for tracebacks."""
-        file = self._file_of(name)
-        return None if file is None else self._all()[file]
+        return self._find(name)[1] or None
 
     def is_package(self, name: str) -> bool:
         """Return whether a module is a package, for runpy."""
-        file = self._file_of(name)
-        return file is not None and file.endswith("/__init__.py")
+        return self._find(name)[0].endswith("/__init__.py")
 
-    def _file_of(self, name: str) -> str | None:
-        stem = name.replace(".", "/")
-        return next(
-            (file for file in (f"{stem}.py", f"{stem}/__init__.py") if file in self._all()), None
-        )
-
-    def _all(self) -> dict[str, str]:
-        if self._sources is None:
+    def _find(self, name: str) -> tuple[str, str]:
+        """Return the file and the source of a module; empty if the block does not contain it."""
+        if self._modules is None:
             import zlib
             from binascii import a2b_base64
 
             parts = zlib.decompress(a2b_base64(self._block)).decode().split("\0")
-            self._sources = dict(zip(parts[::2], parts[1::2], strict=True))
-            self._block = ""
-        assert self._sources is not None
-        return self._sources
+            self._modules, self._block = {}, ""
+            for file, source in zip(parts[::2], parts[1::2], strict=True):
+                stem = file.removesuffix(".py").removesuffix("/__init__")
+                self._modules[stem.replace("/", ".")] = file, source
+        return self._modules.get(name, ("", ""))
 
 
 def install(package_file: str, block: str) -> None:
