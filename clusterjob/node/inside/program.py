@@ -40,14 +40,11 @@ _SILENCE = 120.0  # seconds without a frame after which the submitter counts as 
 _START_TIMEOUT = 10.0  # seconds for workers that are being started
 _TICK = 0.2  # seconds between two checks of the command and the job
 _SHORT_TICK = 0.01  # the same while the command ends
-_LAST_OUTPUT = 1.0  # seconds for the output of a command that was stopped
-_FLUSH = 10.0  # seconds for the last frames
-_MAX_STACKS = 30.0  # seconds for stacks
+_FLUSH = 30.0  # seconds for the last frames, and for stacks
 _CONNECT_TIMEOUT = 2.0  # seconds; loopback answers at once, unless the server's backlog is full
 NOT_EXECUTABLE, NOT_FOUND = 126, 127  # exit codes as of a shell, and of `docker exec`
-_LEFTOVERS = 1.0  # seconds that processes left behind by the command may still write
+_LEFTOVERS = 1.0  # seconds for the output of a stopped command, or of what it left behind
 _GRACE = 2.0  # seconds between SIGTERM and SIGKILL
-_END_OF_FILE = b"\x04"  # Ctrl-D
 # bash refuses to set these.
 _READ_ONLY = {"BASHOPTS", "BASH_VERSINFO", "EUID", "PPID", "SHELLOPTS", "UID"}
 _SHELLS = ("/bin/bash", "/usr/bin/bash", "/bin/sh")
@@ -127,15 +124,13 @@ def _serve(worker: RankProcess, keeper: int, request: dict[str, Any], enter: Seq
     _send_end(connection, code, ended=job_ended or bool(stopped))
 
 
-def _send_end(
-    connection: Streams, code: int | None, *, ended: bool, seconds: float = _FLUSH
-) -> None:
+def _send_end(connection: Streams, code: int | None, *, ended: bool) -> None:
     """Send what is left of the streams, and the last frame, with the exit code."""
-    end = time.monotonic() + (0.0 if code is None else _LAST_OUTPUT)
+    end = time.monotonic() + (0.0 if code is None else _LEFTOVERS)
     while connection.reading and not connection.closed and time.monotonic() < end:
         connection.step(_SHORT_TICK)
     connection.tell({"code": code, "ended": ended})
-    end = time.monotonic() + seconds
+    end = time.monotonic() + _FLUSH
     while connection.unsent and not connection.closed and time.monotonic() < end:
         connection.step(_SHORT_TICK)
 
@@ -150,7 +145,7 @@ def _send_stacks(request: dict[str, Any]) -> None:
     stacks = collect(
         job_processes.on_node(request["job"], request["node"]),
         request["node"],
-        min(request["stacks"]["timeout"], _MAX_STACKS),
+        min(request["stacks"]["timeout"], _FLUSH),
         rank=request["rank"],
         native=request["stacks"]["native"],
         warn=warnings.append,
@@ -160,7 +155,7 @@ def _send_stacks(request: dict[str, Any]) -> None:
     for begin in range(0, len(data), streams.MAX_PAYLOAD):  # the submitter stores none of them
         part = data[begin : begin + streams.MAX_PAYLOAD]
         connection.send(streams.DATA, STDOUT, payload=part.encode())
-    _send_end(connection, 0, ended=False, seconds=_MAX_STACKS)
+    _send_end(connection, 0, ended=False)
 
 
 def _open_connection(connection: Streams, number: int, port: int) -> None:
@@ -342,7 +337,7 @@ class _Command:
     def _hang_up(self) -> None:
         if self._master is not None:
             with contextlib.suppress(OSError):
-                os.write(self._master, _END_OF_FILE)
+                os.write(self._master, b"\x04")  # Ctrl-D
 
     def resize(self, rows: int, columns: int) -> None:
         """Set the size of the terminal; the kernel sends SIGWINCH."""

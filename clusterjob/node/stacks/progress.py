@@ -35,6 +35,7 @@ from clusterjob.node.system import files, processes
 
 # The functions of a thread, outermost first: pairs of file and name.
 Functions = tuple[tuple[str, str], ...]
+Places = deque[Functions]  # of one thread in the last samples
 _WORKING_CPU = 0.1  # of one core
 _WORKING_IO = 1e6  # bytes per second
 _IMPORT = "<frozen importlib"  # the file of frames in which an extension module is loaded
@@ -117,30 +118,13 @@ def _io(path: str) -> int:
 
 
 @dataclass
-class _Thread:
-    """The places of a thread in the last samples, and whether the last one was not a usual one."""
-
-    places: deque[Functions] = field(default_factory=lambda: deque(maxlen=_MAX_SAMPLES))
-    away: bool = False
-
-    def works(self, place: Functions) -> bool:
-        """Record a sample; return whether the thread works."""
-        self.places.append(place)
-        count = len(self.places)
-        away = count >= _MIN_SAMPLES and 2 * self.places.count(place) < count
-        working = away and self.away and place != self.places[-2]
-        self.away = away
-        return working
-
-
-@dataclass
 class _Rank:
     """The last sample of one rank."""
 
     pid: int
     main: Functions = ()
     hidden: bool = False  # whether its stack does not show its work
-    threads: dict[str, _Thread] = field(default_factory=dict)
+    places: dict[str, Places] = field(default_factory=dict)  # of its other threads
 
 
 class Progress:
@@ -189,14 +173,21 @@ class Progress:
         moved |= _differ(rank.main, main)
         if _differ(rank.main, main) or len(main) > len(rank.main):
             rank.main = main  # the deeper one of two places of which one is inside the other
-        threads = {}
+        earlier, rank.places = rank.places, {}
         for index, thread in enumerate(stack.threads[1:]):
             if not thread.name.startswith("clusterjob"):
                 key = f"{index} {thread.name}"
-                threads[key] = rank.threads.get(key) or _Thread()
-                moved |= threads[key].works(_functions(thread))
-        rank.threads = threads
+                places = rank.places[key] = earlier.get(key) or deque(maxlen=_MAX_SAMPLES)
+                was_away = _is_away(places)
+                places.append(_functions(thread))
+                moved |= was_away and _is_away(places) and places[-1] != places[-2]
         return moved
+
+
+def _is_away(places: Places) -> bool:
+    """Return whether a thread was not at its usual place in the last sample."""
+    count = len(places)
+    return count >= _MIN_SAMPLES and 2 * places.count(places[-1]) < count
 
 
 def _has_worked(old: Activity, new: Activity, seconds: float) -> bool:
