@@ -170,22 +170,18 @@ def ask(pid: int) -> Request:
             stack.callback(os.close, opened[-1])
         if state_of(pid).startswith(STOPPED):  # it would answer when it continues
             return
-        while not _has_lock(opened[0]):  # another request is not done
-            yield None
+        while True:
+            try:
+                fcntl.flock(opened[0], fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:  # another request is not done
+                yield None
         end = time.monotonic() + ANSWER_SECONDS
         for threads in _steps(pid, *opened):
             if threads or time.monotonic() > end:
                 break
             yield None
     yield threads
-
-
-def _has_lock(file: int) -> bool:
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    return True
 
 
 def _steps(pid: int, python: int, native: int) -> Iterator[tuple[ThreadStack, ...]]:

@@ -145,10 +145,12 @@ def choose_gpus(wanted: Sequence[str], environ: Mapping[str, str]) -> list[str]:
             "an example is 0,1",
         )
     limit, installed = environ.get(_VISIBLE), _installed(environ)
-    visible = listed_gpus(limit, installed or _ANY)
-    if limit is None:  # a UUID may be that of any GPU
-        visible += [name for name in names if listed_gpus(name, installed or _ANY)]
-    outside = [name for name in names if name not in visible]
+    # Without a limit, a name stands for itself: a UUID may be that of any GPU.
+    outside = [
+        name
+        for name in names
+        if name not in listed_gpus(name if limit is None else limit, installed or _ANY)
+    ]
     if outside:
         raise UsageError(
             f"GPU {', '.join(outside)} is not available here: "

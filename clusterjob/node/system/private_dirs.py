@@ -66,11 +66,9 @@ def exposed(place: Path, *inside: str) -> str:
             return f"{path} is not safe for jobs: {why}"
     for folder in place.resolve().parents if place.exists() else ():
         status = folder.stat()
-        known = status.st_uid in (os.geteuid(), 0) or not _is_mapped(status.st_uid)
-        who = "" if known else f"uid {status.st_uid} owns"
-        if status.st_mode & 0o002 and not status.st_mode & stat.S_ISVTX:
-            who = "everyone can write to"
-        if who:
+        is_open = status.st_mode & 0o002 and not status.st_mode & stat.S_ISVTX
+        if is_open or (status.st_uid not in (os.geteuid(), 0) and _is_mapped(status.st_uid)):
+            who = "everyone can write to" if is_open else f"uid {status.st_uid} owns"
             return (
                 f"{place} is not safe for jobs: {who} {folder}, and could put another directory in"
                 " its place"

@@ -20,7 +20,6 @@ import time
 import zlib
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
@@ -392,41 +391,32 @@ def raise_open_files() -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
-@dataclass(frozen=True)
-class OomKills:
-    """The kernel's count of OOM kills in this process's cgroup, or else on this machine.
+def oom_kills() -> tuple[int, Path | None]:
+    """Return the kernel's count of OOM kills in this process's cgroup, and the cgroup.
 
-    Attributes:
-        count: number of processes killed so far.
-        cgroup: the directory of the cgroup; None if the count is that of the whole machine.
+    Without such a cgroup, the count is that of the whole machine.
     """
+    for directory in memory_cgroups():
+        for name in ("memory.events", "memory.oom_control"):  # of cgroups v2, and of v1
+            count = _count_in(directory / name)
+            if count is not None:
+                return count, directory
+    return _count_in(Path("/proc/vmstat")) or 0, None
 
-    count: int
-    cgroup: Path | None = None
 
-    @classmethod
-    def now(cls) -> OomKills:
-        """Return the current count."""
-        for directory in memory_cgroups():
-            for name in ("memory.events", "memory.oom_control"):  # of cgroups v2, and of v1
-                count = _count_in(directory / name)
-                if count is not None:
-                    return cls(count, directory)
-        return cls(_count_in(Path("/proc/vmstat")) or 0)
-
-    def describe_new(self) -> str:
-        """Return a text about an OOM kill if the count has grown; else an empty text."""
-        now = OomKills.now()
-        if now.count <= self.count:
-            return ""
-        if now.cgroup is None:
-            return "this machine ran out of memory in the meantime"
-        news = "out of memory: the kernel killed it"
-        for name in ("memory.max", "memory.limit_in_bytes"):
-            limit = files.read_text(now.cgroup / name).strip()
-            if limit.isdigit() and int(limit) < 1 << 60:  # cgroup v1: a huge number is no limit
-                news += f", limit {int(limit) // 10**6} MB"
-        return news
+def describe_oom_kill(before: int) -> str:
+    """Return a text about an OOM kill if the count has grown; else an empty text."""
+    count, cgroup = oom_kills()
+    if count <= before:
+        return ""
+    if cgroup is None:
+        return "this machine ran out of memory in the meantime"
+    news = "out of memory: the kernel killed it"
+    for name in ("memory.max", "memory.limit_in_bytes"):
+        limit = files.read_text(cgroup / name).strip()
+        if limit.isdigit() and int(limit) < 1 << 60:  # cgroup v1: a huge number is no limit
+            news += f", limit {int(limit) // 10**6} MB"
+    return news
 
 
 def memory_cgroups(root: str = "") -> Iterator[Path]:

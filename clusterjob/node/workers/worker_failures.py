@@ -113,7 +113,7 @@ class Failures:
     directory: Path
     attempt: int
     under_torchrun: bool
-    oom_kills: processes.OomKills = field(default_factory=processes.OomKills.now)
+    oom_kills: int = field(default_factory=lambda: processes.oom_kills()[0])
 
     def of_node(self, why: str) -> Failure:
         """Return the failure of the node itself."""
@@ -199,7 +199,7 @@ class Failures:
         """
         if signal_name != "SIGKILL" and Meaning.CHILD_KILLED not in meanings:
             return ""
-        news = self.oom_kills.describe_new()
+        news = processes.describe_oom_kill(self.oom_kills)
         return f" ({news})" if news else ""
 
 
