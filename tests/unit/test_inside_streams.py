@@ -54,7 +54,7 @@ def feeder(received: list[bytes]) -> Streams:
     """Return streams whose connection is never used: frames are fed to them."""
     connection = Streams.__new__(Streams)
     connection.__dict__.update(
-        closed=False, _deaf=False, streams={}, _received=bytearray(), unsent=bytearray(),
+        closed=False, streams={}, _received=bytearray(), unsent=bytearray(),
         _reader=-1, _writer=-1, _control=lambda *_: None,
     )  # fmt: skip
     connection.add(Stream(1, sink=received.append))

@@ -110,7 +110,6 @@ class Streams:
     ) -> None:
         self._reader, self._writer, self._control = reader, writer, control
         self.closed = False
-        self._deaf = False  # the other side takes nothing more; it may have sent its last frames
         self.streams: dict[int, Stream] = {}
         self._received = bytearray()
         self.unsent = bytearray()
@@ -123,9 +122,8 @@ class Streams:
         self.streams[stream.number] = stream
 
     def send(self, kind: int, number: int = 0, payload: bytes = b"") -> None:
-        """Queue a frame, unless the other side takes nothing more."""
-        if not self._deaf:
-            self.unsent += _HEADER.pack(kind, number, len(payload)) + payload + b"\n"
+        """Queue a frame."""
+        self.unsent += _HEADER.pack(kind, number, len(payload)) + payload + b"\n"
 
     def tell(self, message: Mapping[str, Any], number: int = 0) -> None:
         """Queue a `CONTROL` frame."""
@@ -153,7 +151,7 @@ class Streams:
             wanted[self._reader] |= READ
             if self.unsent:
                 wanted[self._writer] |= WRITE
-        full = self.closed or self._deaf or len(self.unsent) > _MAX_UNSENT
+        full = self.closed or len(self.unsent) > _MAX_UNSENT
         for stream in self.streams.values():
             if stream.source is not None and stream.credit and not full:
                 wanted[stream.source] |= READ
@@ -222,10 +220,8 @@ class Streams:
             sent = os.write(self._writer, self.unsent[: 1 << 17])
         except BlockingIOError:
             return
-        except OSError:
-            self._deaf = True
-            self.unsent.clear()
-            return
+        except OSError:  # it takes nothing more, but may have sent its last frames
+            sent = len(self.unsent)
         del self.unsent[:sent]
 
     def _dispatch(self, kind: int, number: int, payload: bytes) -> None:
