@@ -120,17 +120,13 @@ def _is_own(pid: int) -> bool:
 
 def table_of(pid: int) -> dict[str, Any] | None:
     """Return the table of a forkserver; None if it has ended, or the process has no table."""
-    directory = f"/proc/{pid}/fd"
     # The process has ended, or belongs to another user; or the table is being written, or is not
     # the forkserver's.
     with contextlib.suppress(OSError, ValueError, RecursionError):
-        for name in os.listdir(directory):
-            with contextlib.suppress(FileNotFoundError):  # the process has closed it
-                link = os.readlink(f"{directory}/{name}")
-                if link.rpartition("/")[2].startswith((TABLE, f"memfd:{TABLE}")):
-                    with open(f"{directory}/{name}", "rb") as stream:
-                        table = json.loads(stream.read(_MAX_TABLE))
-                    return table if isinstance(table, dict) and table.keys() >= _KEYS else None
+        for path in processes.files_named(pid, TABLE):
+            with open(path, "rb") as stream:
+                table = json.loads(stream.read(_MAX_TABLE))
+            return table if isinstance(table, dict) and table.keys() >= _KEYS else None
     return None
 
 

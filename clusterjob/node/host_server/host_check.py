@@ -72,7 +72,8 @@ def check(home: Path, need: int, *, torch: bool, own: bool, with_gpus: bool = Fa
         errors.append(f"no torch: {sys.executable} does not find it")
     return {
         "errors": errors,
-        "identity": _identity(),
+        # It does not depend on names and addresses; containers on one kernel differ.
+        "identity": f"{processes.machine()} {processes.namespace(os.getpid(), 'net')}",
         "addresses": _addresses(),
         "host": os.uname().nodename,
         "home": str(home),
@@ -182,14 +183,3 @@ def _addresses() -> list[str]:
     server = os.environ.get("SSH_CONNECTION", "").split()[2:3]  # absent without sshd
     found = (each for each in network.interfaces() if not each.startswith(local))
     return sorted(found, key=lambda address: address not in server)
-
-
-def _identity() -> str:
-    """Return an identity of the machine that does not depend on its names and addresses.
-
-    Containers on one kernel have different identities, because their network and PID namespaces
-    differ.
-    """
-    own = os.getpid()
-    spaces = (processes.namespace(own, name) for name in ("net", "pid"))
-    return ":".join([processes.boot_id(), *spaces])

@@ -237,15 +237,11 @@ def _offer_path(pid: int, number: int) -> str:
     """
     if not has_signal(pid, "SigCgt", number):
         raise FileNotFoundError(f"process {pid} does not catch signal {number}")
-    file = offer.FILES[number]
-    for name in os.listdir(f"/proc/{pid}/fd"):
-        path = f"/proc/{pid}/fd/{name}"
-        with contextlib.suppress(FileNotFoundError):
-            link = os.readlink(path).rpartition("/")[2]
-            # The file is in no directory: another file of this name must not be truncated.
-            if link.startswith((file, f"memfd:{file}")) and os.stat(path).st_nlink == 0:
-                return path
-    raise FileNotFoundError(f"process {pid} has no file {file}")
+    for path in processes.files_named(pid, offer.FILES[number]):
+        # The file is in no directory: another file of this name must not be truncated.
+        if os.stat(path).st_nlink == 0:
+            return path
+    raise FileNotFoundError(f"process {pid} has no file of its stacks")
 
 
 # -- py-spy ----------------------------------------------------------------------------------------

@@ -161,16 +161,17 @@ def boot_id() -> str:
 
 def identity(pid: int) -> str:
     """Return a text that identifies a process of this machine for `has_ended`."""
-    return f"{_machine()} {pid} {start_ticks(pid) or 0}"
+    return f"{machine()} {pid} {start_ticks(pid) or 0}"
 
 
 def has_ended(identity: str) -> bool:
     """Return whether a process has certainly ended; False if it was of another machine."""
     place, pid, ticks = identity.rsplit(" ", 2)
-    return place == _machine() and str(start_ticks(int(pid))) != ticks
+    return place == machine() and str(start_ticks(int(pid))) != ticks
 
 
-def _machine() -> str:
+def machine() -> str:
+    """Return a text that identifies this boot of this machine, or of this container on it."""
     return f"{boot_id()} {namespace(os.getpid(), 'pid')}"
 
 
@@ -194,6 +195,19 @@ def parse_environment(data: bytes) -> dict[str, str]:
     """Return the variables of ``NAME=value`` entries that end with a zero byte, as of env -0."""
     pairs = (os.fsdecode(entry).partition("=") for entry in data.split(b"\0"))
     return {name: value for name, equals, value in pairs if equals}
+
+
+def files_named(pid: int, name: str) -> Iterator[str]:
+    """Yield the paths in /proc of a process's open files that `offer.anonymous_file` made.
+
+    Raises:
+        OSError: the process has ended, or belongs to another user.
+    """
+    for number in os.listdir(f"/proc/{pid}/fd"):
+        path = f"/proc/{pid}/fd/{number}"
+        with contextlib.suppress(FileNotFoundError):  # the process has closed it
+            if os.readlink(path).rpartition("/")[2].startswith((name, f"memfd:{name}")):
+                yield path
 
 
 def descendants(pid: int, *keep: int | None) -> list[int]:
