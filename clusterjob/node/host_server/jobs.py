@@ -301,7 +301,7 @@ def clean(home: Path, jobs: list[str], *, remove: bool) -> Object:
 def _clean(job_dir: Path, until: float, *, remove: bool) -> Object:
     answer = {"size": 0, "stamp": "", "kept": ""}
     try:
-        if not files.is_directory(job_dir):
+        if job_dir.is_symlink() or not job_dir.is_dir():
             return answer | {"kept": "its directory is a link" if job_dir.is_symlink() else ""}
         for path in (job_dir / AGENTS).glob("node*.json"):
             node = int(path.stem.removeprefix("node"))

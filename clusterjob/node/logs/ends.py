@@ -340,7 +340,7 @@ def _aside(job_dir: Path) -> Path:
     If another user made or could change the directory in /tmp, the path is one that cannot exist.
     """
     with contextlib.suppress(OSError):
-        if files.is_directory(_ASIDE) and not private_dirs.exposed(_ASIDE):
+        if _ASIDE.is_dir() and not _ASIDE.is_symlink() and not private_dirs.exposed(_ASIDE):
             return _ASIDE / f"{hashlib.sha256(os.fsencode(job_dir)).hexdigest()}.json"
     return Path(os.devnull, "none")
 

@@ -217,18 +217,6 @@ def read_text(path: Path | str, limit: int = -1) -> str:
         return ""
 
 
-def is_directory(path: Path) -> bool:
-    """Return whether a path is a directory itself, not a link to one; False if it is absent.
-
-    Raises:
-        OSError: the path cannot be examined.
-    """
-    try:
-        return stat.S_ISDIR(os.lstat(path).st_mode)
-    except FileNotFoundError:
-        return False
-
-
 def tree_size(path: Path) -> int:
     """Return the bytes on disk of a directory tree; 0 if it does not exist.
 
@@ -250,7 +238,7 @@ def remove_tree(path: Path) -> None:
     Raises:
         OSError: it is no directory, cannot be removed, or another file system is mounted in it.
     """
-    if is_directory(path):  # a link is refused below
+    if path.is_dir() and not path.is_symlink():  # a link is refused below
         _let_write(str(path))
         for folder, folders, _ in os.walk(path):
             for entry in (os.path.join(folder, name) for name in folders):

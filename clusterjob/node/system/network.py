@@ -65,17 +65,14 @@ def addresses_of(host: str) -> list[str]:
     name gets its result.
 
     Args:
-        host: a name, an address, which is returned unchanged, or several addresses of one machine
-            with commas between them.
+        host: a name, an address, or several addresses of one machine with commas between them.
 
     Raises:
         NoNameServerError: no name server answers.
         OSError: the name does not resolve; its strerror is the reason.
     """
-    if "," in host:
+    if "," in host or "%" in host:  # getaddrinfo would lose the zone of fe80::1%eth0
         return host.split(",")
-    if _is_address(host):
-        return [host]
     lookup = _lookups.get(host)
     if lookup is None:
         lookup = _lookups[host] = (time.monotonic(), Future())
@@ -118,23 +115,13 @@ def connect(host: str, port: int, timeout: float) -> socket.socket:
         timeout: timeout in seconds for each of its addresses.
 
     Raises:
-        OSError: the name does not resolve, or none of its addresses answers.
+        OSError: the name does not resolve, or none of its addresses answers; that of the last.
     """
-    last_error: OSError = socket.gaierror(socket.EAI_NONAME, "it has no address")
-    for address in addresses_of(host):
-        try:
+    *others, last = addresses_of(host)
+    for address in others:
+        with contextlib.suppress(OSError):
             return socket.create_connection((address, port), timeout)
-        except OSError as error:
-            last_error = error
-    raise last_error
-
-
-def _is_address(host: str) -> bool:
-    try:
-        socket.getaddrinfo(host, None, flags=socket.AI_NUMERICHOST)
-    except (OSError, UnicodeError):
-        return False
-    return True
+    return socket.create_connection((last, port), timeout)
 
 
 def address_towards(host: str) -> str | None:
