@@ -268,8 +268,8 @@ class _Command:
         )
         shell = next(usable, _SHELLS[-1])
         environ["SHELL"] = shell
-        environ["PS1"] = f"({title}) \\w\\$ " if shell.endswith("bash") else f"({title}) $ "
         if os.path.basename(shell) != "bash":
+            environ["PS1"] = f"({title}) $ "
             return [shell, "-i"]
         # The user's .bashrc may activate another environment: set the worker's again afterwards.
         exports = "".join(
@@ -279,7 +279,7 @@ class _Command:
         )
         text = (
             "[ -r ~/.bashrc ] && . ~/.bashrc\n"
-            f"{exports}PS1={shlex.quote(f'({title}) ')}${{PS1:-'\\w\\$ '}}\nunset PROMPT_COMMAND\n"
+            f"{exports}PS1={shlex.quote(f'({title}) ')}$PS1\nunset PROMPT_COMMAND\n"
         )
         self._rcfile = anonymous_file("bashrc")
         os.write(self._rcfile, text.encode(errors="surrogateescape"))
@@ -352,8 +352,7 @@ class _Command:
 
     def poll(self) -> bool:
         """Return whether the command has ended and its output is complete."""
-        if self.code is None:
-            self._reap()
+        self._reap()
         if self.code is None:
             return False
         if not self._connection.reading:
