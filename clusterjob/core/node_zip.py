@@ -9,12 +9,12 @@ import os
 import re
 from pathlib import Path
 
+from clusterjob.node import zip_importer
 from clusterjob.node.system import files, private_dirs
-from clusterjob.node.zip import importer
 
 NAME = "clusterjob-node.pyz"
 LIMIT = 200_000  # maximum bytes; a larger zip slows submissions to many hosts (a test checks it)
-# Code that only submits jobs. It needs an installation; see `clusterjob.node.zip.importer`.
+# Code that only submits jobs. It needs an installation; see `clusterjob.node.zip_importer`.
 LEFT_OUT = (
     "api/event_loop.py",
     "api/functions.py",
@@ -37,8 +37,8 @@ LEFT_OUT = (
 # imports the package, and some interpreters lack it.
 _INSTALL = """
 import sys as _sys
-_importer = type(_sys)("clusterjob.node.zip.importer")
-_importer.__file__ = f"{{__path__[0]}}/node/zip/importer.py"
+_importer = type(_sys)("clusterjob.node.zip_importer")
+_importer.__file__ = f"{{__path__[0]}}/node/zip_importer.py"
 _sys.modules[_importer.__name__] = _importer
 exec(compile({importer!r}, _importer.__file__, "exec"), _importer.__dict__)
 _importer.install(__file__, {block!r})
@@ -64,7 +64,7 @@ def node_zip(cache: Path | None = None) -> bytes:
         cache: a private directory of the user where `keep` may have stored the zip of the same
             sources; None for no cache.
     """
-    archive = importer.archive()
+    archive = zip_importer.archive()
     if archive is not None:
         return Path(archive).read_bytes()
     name = _kept_name()
@@ -92,7 +92,7 @@ def keep(data: bytes, cache: Path | None) -> None:
 
     An error, such as a full disk, is ignored.
     """
-    if cache is None or importer.archive() is not None:
+    if cache is None or zip_importer.archive() is not None:
         return
     kept = cache / _kept_name()
     try:
@@ -157,8 +157,8 @@ def _make(kept_name: str) -> bytes:  # noqa: ARG001 - the key of the cache
         for name, path in _sources().items()
     }
     package = texts.pop("clusterjob/__init__.py")
-    main = texts.pop("clusterjob/node/zip/main.py")
-    importer_text = texts.pop("clusterjob/node/zip/importer.py")
+    main = texts.pop("clusterjob/node/zip_main.py")
+    importer_text = texts.pop("clusterjob/node/zip_importer.py")
     block = zlib.compress("\0".join(part for item in texts.items() for part in item).encode(), 9)
     package += _INSTALL.format(importer=importer_text, block=base64.b64encode(block).decode())
     buffer = io.BytesIO()

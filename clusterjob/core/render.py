@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from clusterjob.errors import TemplateError
-from clusterjob.node.zip import importer
+from clusterjob.node import zip_importer
 
 if TYPE_CHECKING:
     import jinja2
@@ -134,9 +134,9 @@ def template_directory() -> Path:
         TemplateError: this process runs inside a job, and no package of its version is installed.
     """
     package = Path(__file__).resolve().parent.parent
-    if importer.archive() is not None:
+    if zip_importer.archive() is not None:
         try:
-            installed = importer.installed()
+            installed = zip_importer.installed()
         except ImportError as error:
             raise TemplateError(str(error)) from error
         if installed is None:

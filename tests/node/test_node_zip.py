@@ -138,7 +138,7 @@ def test_node_zip_holds_only_modules_that_jobs_need(zip_file: Path) -> None:
         for path in PACKAGE.rglob("*.py")
         if not path.relative_to(PACKAGE).as_posix().startswith(node_zip.LEFT_OUT)
     }
-    for name in ("__init__", "node/zip/importer", "node/zip/main"):
+    for name in ("__init__", "node/zip_importer", "node/zip_main"):
         modules.pop(f"clusterjob/{name}.py")
     assert set(texts) == set(modules)
     assert "clusterjob/api/spawning.py" in texts
@@ -150,7 +150,7 @@ def test_node_zip_holds_only_modules_that_jobs_need(zip_file: Path) -> None:
             node.lineno for node in statements(packed)
         ], name
     assert "\n    # " not in texts["clusterjob/node/agent/agent.py"]
-    assert main.decode() == node_zip.bare((PACKAGE / "node" / "zip" / "main.py").read_text())
+    assert main.decode() == node_zip.bare((PACKAGE / "node" / "zip_main.py").read_text())
 
 
 def test_process_opens_node_zip_three_times(zip_file: Path) -> None:

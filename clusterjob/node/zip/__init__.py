@@ -1,1 +1,0 @@
-"""Entry point and importer of the node zip."""
