@@ -67,25 +67,22 @@ def on_node(job_id: str, node: int) -> NodeProcesses:
         job_id: the job.
         node: the node's rank; several nodes of a job may be on one machine.
     """
-    started = False
     tables: list[tuple[int, int, dict[str, Any]]] = []
-    tasks: list[tuple[int, dict[str, str]]] = []
+    own: list[tuple[int, dict[str, str]]] = []
     for pid, environ in _of_job(job_id):
         table = table_of(pid)
         if table is not None and table["node_rank"] == node:
             tables.append((table["attempt"], pid, table))
-        own = next((environ[name] for name in _NODE_VARIABLES if name in environ), None)
-        if own == str(node):
-            started = True
-            if "RANK" in environ:
-                tasks.append((pid, environ))
+        if next((environ[name] for name in _NODE_VARIABLES if name in environ), "") == str(node):
+            own.append((pid, environ))
     if len(tables) > 1:  # a worker may offer a false table
         below = {child for _, pid, _ in tables for child in processes.descendants(pid)}
         tables = [each for each in tables if each[1] not in below]
     if tables:
         _, pid, table = max(tables, key=lambda each: each[:2])
         return _in_table(pid, table)
-    return _among_tasks(tasks) if tasks else NodeProcesses(started=started)
+    tasks = [each for each in own if "RANK" in each[1]]
+    return _among_tasks(tasks) if tasks else NodeProcesses(started=bool(own))
 
 
 def of_forkserver(pid: int) -> NodeProcesses:

@@ -38,7 +38,7 @@ FILES = {
     SIGNAL_FOR_PYTHON: "clusterjob-python-stacks",
     SIGNAL: "clusterjob-stack",
 }
-_MAX_THREADS, _MAX_FRAMES = 100, 200
+_MAX_LINES = 20000  # of an answer
 END = "\n\n"  # of the answer to `SIGNAL_FOR_PYTHON`: an empty line
 
 
@@ -82,12 +82,10 @@ def _stacks(frame: "FrameType | None") -> str:
         if ident != _thread.get_ident():
             threads.append((getattr(known.get(ident), "name", f"thread {ident}"), top))
     lines = []
-    for name, innermost in threads[:_MAX_THREADS]:
+    for name, innermost in threads:
         lines.append(f"Thread {name}\n")
         each = innermost
-        for _ in range(_MAX_FRAMES):
-            if each is None:
-                break
+        while each is not None and len(lines) < _MAX_LINES:
             code, line = each.f_code, each.f_lineno or "???"
             lines.append(f'  File "{code.co_filename}", line {line} in {code.co_name}\n')
             each = each.f_back

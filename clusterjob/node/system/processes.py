@@ -246,16 +246,15 @@ def kill_descendants(*keep: int | None) -> None:
     Args:
         keep: pids of descendants that are left alone, with all processes below them.
     """
-    for _ in range(100):
-        try:
+    # Without a free descriptor, PR_SET_PDEATHSIG ends the workers instead.
+    with contextlib.suppress(OSError):
+        for _ in range(100):
             left = descendants(os.getpid(), *keep)
-        except OSError:  # no descriptor is free; PR_SET_PDEATHSIG ends the workers instead
-            return
-        if not left:
-            return
-        for pid in left:
-            send_signal(pid, signal.SIGKILL)
-        time.sleep(0.01)
+            if not left:
+                return
+            for pid in left:
+                send_signal(pid, signal.SIGKILL)
+            time.sleep(0.01)
 
 
 def terminal_reader(above: int, terminal: int = 0) -> int | None:
