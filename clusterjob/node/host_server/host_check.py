@@ -65,8 +65,6 @@ def check(home: Path, need: int, *, torch: bool, own: bool, with_gpus: bool = Fa
         errors.append(
             f"disk full: {free / 1e6:.0f} MB are free in {home}, {need / 1e6:.0f} MB are needed"
         )
-    if ":" in str(home):
-        errors.append(f"its directory {home} contains a colon, which PYTHONPATH does not allow")
     has_torch = importlib.util.find_spec("torch") is not None if own else None
     if torch and has_torch is False:
         errors.append(f"no torch: {sys.executable} does not find it")

@@ -109,9 +109,6 @@ def read(kind: type[_T], data: Any) -> _T:
     readers, required = _fields(typing.cast("Any", kind))
     if not isinstance(data, dict):
         raise MalformedMessageError(f"{kind.__name__}: not an object")
-    for name in required:
-        if name not in data:
-            raise MalformedMessageError(f"{kind.__name__}: no {name}")
     found = {}
     for name, reader in readers.items():
         if name in data:
@@ -119,6 +116,8 @@ def read(kind: type[_T], data: Any) -> _T:
                 found[name] = reader(data[name])
             except (ValueError, RecursionError) as error:
                 raise MalformedMessageError(f"{kind.__name__}.{name}: {error}") from error
+        elif name in required:
+            raise MalformedMessageError(f"{kind.__name__}: no {name}")
     return kind(**found)
 
 
