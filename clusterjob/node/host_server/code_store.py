@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import os
@@ -205,21 +206,18 @@ def clean(home: Path, gone: Collection[str], *, remove: bool) -> int:
     for folder, _, names in os.walk(home / "store"):  # also files of an `add` that was killed
         for name in names:
             blob = Path(folder, name)
-            try:
+            with contextlib.suppress(OSError):  # another process removes it
                 status = blob.lstat()
                 if name not in used and time.time() - status.st_mtime > _FRESH:
                     if remove:
                         blob.unlink()
                     size += status.st_blocks * 512
-            except OSError:
-                continue  # another process removes it
     return size
 
 
 def _digests(path: Path) -> list[str]:
     """Return the digests in a job's list of files; none if there is no list."""
-    try:
+    with contextlib.suppress(OSError, ValueError, zlib.error):
         entries = json.loads(zlib.decompress(path.read_bytes()))
-    except (OSError, ValueError, zlib.error):
-        return []
-    return [digest for _, kind, _, _, digest in entries if kind == "file"]
+        return [digest for _, kind, _, _, digest in entries if kind == "file"]
+    return []

@@ -110,11 +110,8 @@ def reserve(path: Path) -> None:
 
     If the disk is full already, nothing is reserved and no error is raised.
     """
-    reserved = _reserve_of(path)
-    with contextlib.suppress(OSError):
-        reserved.touch(0o600)
-        with reserved.open("r+b") as stream:
-            os.posix_fallocate(stream.fileno(), 0, RESERVED)
+    with contextlib.suppress(OSError), os.fdopen(open_log(_reserve_of(path)), "wb") as stream:
+        os.posix_fallocate(stream.fileno(), 0, RESERVED)
 
 
 def write_reserved(path: Path, data: bytes) -> None:
@@ -147,16 +144,14 @@ def _reserve_of(path: Path) -> Path:
 
 def why_full(directory: Path) -> str:
     """Return why a directory cannot be written, such as a full disk; empty if it can."""
-    try:
+    with contextlib.suppress(OSError):
         found = os.statvfs(directory)
-    except OSError:
-        return ""
-    if found.f_flag & os.ST_RDONLY:
-        return f"{directory} is on a read-only file system"
-    if found.f_blocks and found.f_bavail == 0:  # some file systems count nothing
-        return f"the disk of {directory} is full"
-    if found.f_files and found.f_favail == 0:
-        return f"the disk of {directory} has no inodes left"
+        if found.f_flag & os.ST_RDONLY:
+            return f"{directory} is on a read-only file system"
+        if found.f_blocks and found.f_bavail == 0:  # some file systems count nothing
+            return f"the disk of {directory} is full"
+        if found.f_files and found.f_favail == 0:
+            return f"the disk of {directory} has no inodes left"
     return ""
 
 

@@ -8,6 +8,8 @@ import pwd
 import stat
 from pathlib import Path
 
+from clusterjob.node.system import files
+
 
 def make(path: Path) -> None:
     """Make a directory and its missing parents, each with mode 0700.
@@ -81,11 +83,9 @@ def _is_mapped(uid: int) -> bool:
 
     In a container, the host's directories belong to a user that does not, such as the host's root.
     """
-    try:
-        rows = [line.split() for line in Path("/proc/self/uid_map").read_text().splitlines()]
-    except OSError:  # not Linux
-        return True
-    return any(int(first) <= uid < int(first) + int(count) for first, _, count in rows)
+    rows = [line.split() for line in files.read_text("/proc/self/uid_map").splitlines()]
+    inside = (int(first) <= uid < int(first) + int(count) for first, _, count in rows)
+    return any(inside) or not rows  # there are none outside of Linux
 
 
 def _is_own_group(gid: int) -> bool:
