@@ -291,7 +291,7 @@ def _lines(link: ByteLink, node: int) -> Iterator[bytes]:
     seen = 0
     line = bytearray()
     while seen < _MAX_NOISE:
-        if not streams.wait({link.reader: streams.READ}, max(0.0, end - time.monotonic())):
+        if not streams.wait_for_any([], [link.reader], max(0.0, end - time.monotonic())):
             raise InsideError(f"node {node}: no answer for {_START_TIMEOUT:.0f} s")
         byte = os.read(link.reader, 1)
         if not byte:

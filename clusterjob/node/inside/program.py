@@ -75,10 +75,11 @@ def main() -> None:
         _answer(answer | {"stacks": True})
         _send_stacks(request)
         return
-    enter = _enter_container(_alive(worker, keeper))
+    beside = keeper if processes.start_ticks(worker.pid) is None else worker.pid
+    enter = _enter_container(beside)
     _answer(answer | {"outside": enter is None})
     try:
-        _serve(worker, keeper, request, enter=enter or [])
+        _serve(worker, keeper, request, enter=enter or [], beside=beside)
     except FrameError as error:
         print(f"clusterjob: {error}", file=sys.stderr)
 
@@ -88,7 +89,9 @@ def _answer(answer: dict[str, Any]) -> None:
     sys.stdout.buffer.flush()
 
 
-def _serve(worker: RankProcess, keeper: int, request: dict[str, Any], enter: Sequence[str]) -> None:
+def _serve(
+    worker: RankProcess, keeper: int, request: dict[str, Any], enter: Sequence[str], beside: int
+) -> None:
     """Carry the streams of a command or a relay until the end; leave no process behind."""
     command: _Command | None = None  # None for a relay
     stopped: list[int] = []  # signals that end this program
@@ -108,7 +111,7 @@ def _serve(worker: RankProcess, keeper: int, request: dict[str, Any], enter: Seq
     for each in (signal.SIGTERM, signal.SIGHUP, signal.SIGINT):
         signal.signal(each, lambda number, _: stopped.append(number))
     if not request.get("relay"):
-        command = _Command(connection, worker, request, enter=enter, beside=_alive(worker, keeper))
+        command = _Command(connection, worker, request, enter=enter, beside=beside)
     job, job_ended = processes.identity(keeper), False
     try:
         while not (connection.closed or stopped or job_ended or connection.silence > _SILENCE):
@@ -189,11 +192,6 @@ def find(job_id: str, node: int, rank: int | None) -> tuple[RankProcess, int] | 
         return {"why": "starting" if found.started else "absent"}
     facts = {"first": found.ranks[0].rank, "count": len(found.ranks), "world": found.world}
     return {"why": "rank", **facts}
-
-
-def _alive(worker: RankProcess, keeper: int) -> int:
-    """Return the pid of the worker, or of the node's forkserver if the worker has ended."""
-    return keeper if processes.start_ticks(worker.pid) is None else worker.pid
 
 
 class _Command:

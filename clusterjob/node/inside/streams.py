@@ -43,7 +43,7 @@ ALIVE = 6  # the sender is alive
 MARKER = b"clusterjob-inside-2 "  # begins the line before the first frame; a login may print more
 STDIN, STDOUT, STDERR = 0, 1, 2  # streams of a command; a terminal uses the first two
 
-READ, WRITE = selectors.EVENT_READ, selectors.EVENT_WRITE  # flags of `wait`
+READ, WRITE = selectors.EVENT_READ, selectors.EVENT_WRITE  # flags of `wait_for_any`
 
 
 class FrameError(ValueError):
@@ -145,7 +145,7 @@ class Streams:
         return time.monotonic() - self._heard
 
     def interest(self) -> dict[int, int]:
-        """Return the descriptors to `wait` for, with the flags of each."""
+        """Return the descriptors to wait for, with the flags of each."""
         wanted: defaultdict[int, int] = defaultdict(int)
         if not self.closed:
             wanted[self._reader] |= READ
@@ -186,7 +186,7 @@ class Streams:
 
     def step(self, timeout: float) -> None:
         """Wait for any descriptor, at most `timeout` seconds, and handle it."""
-        self.handle(wait(self.interest(), timeout))
+        self.handle(wait_for_any([self], [], timeout))
 
     def feed(self, data: bytes) -> None:
         """Handle bytes that were already read from the connection.
@@ -312,25 +312,19 @@ def add_socket(connection: Streams, number: int, sock: socket.socket) -> None:
     connection.add(stream)
 
 
-def wait(wanted: Mapping[int, int], timeout: float) -> dict[int, int]:
-    """Return the descriptors that are ready, with `READ` and `WRITE` flags.
-
-    Args:
-        wanted: the descriptors, with the flags to wait for.
-        timeout: seconds.
-    """
-    with _Selector() as selector:
-        for each, flags in wanted.items():
-            selector.register(each, flags)
-        return {key.fd: flags for key, flags in selector.select(timeout)}
-
-
 def wait_for_any(
     connections: Iterable[Streams], more: Iterable[int], timeout: float
 ) -> dict[int, int]:
-    """Wait for several connections and further descriptors that are read; return the ready ones."""
+    """Wait for several connections, and for further descriptors that are read.
+
+    Returns:
+        The descriptors that are ready, with `READ` and `WRITE` flags.
+    """
     wanted = defaultdict(int, dict.fromkeys(more, READ))
     for connection in connections:
         for each, flags in connection.interest().items():
             wanted[each] |= flags
-    return wait(wanted, timeout)
+    with _Selector() as selector:
+        for each, flags in wanted.items():
+            selector.register(each, flags)
+        return {key.fd: flags for key, flags in selector.select(timeout)}

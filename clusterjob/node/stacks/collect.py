@@ -261,10 +261,10 @@ def _with_py_spy(
         warn("no native frames of a process that is stopped or waits for a file system")
     elif native:
         threads = _dump(program, stack.pid, "--native", seconds)
-        if not threads and program is None:
-            warn("no native frames: py-spy is not installed; pip install py-spy")
-        elif not threads:
-            warn("no native frames: py-spy failed; see ptrace_scope, or the container's rights")
+        if not threads:
+            failed = "failed; see ptrace_scope, or the container's rights"
+            why = failed if program else "is not installed; pip install py-spy"
+            warn(f"no native frames: py-spy {why}")
     if not threads and not stack.answered:
         threads = _dump(program, stack.pid, "--nonblocking", seconds)
     return replace(stack, answered=True, threads=threads) if threads else stack

@@ -213,16 +213,13 @@ def read_gpus(environ: Mapping[str, str]) -> list[Gpu]:
     """
     if shutil.which("nvidia-smi") is None:
         return []
-    apps: dict[str, list[tuple[int, str]]] = {}
-    for uuid, pid, command in _ask("compute-apps", "gpu_uuid", "pid", "process_name"):
-        if pid.isdigit():
-            apps.setdefault(uuid, []).append((int(pid), command))
+    apps = _ask("compute-apps", "gpu_uuid", "pid", "process_name")
     gpus = []
     for index, uuid, *memory, name in _ask(
         "gpu", "index", "uuid", "memory.used", "memory.total", "name"
     ):
         used, total = (int(text) << 20 if text.isdigit() else 0 for text in memory)
-        users = tuple(apps.get(uuid, ()))
+        users = tuple((int(pid), app) for on, pid, app in apps if on == uuid and pid.isdigit())
         gpus.append(Gpu(int(index), uuid, name, used=used, total=total, processes=users))
     return _visible(gpus, environ.get(_VISIBLE))
 
