@@ -15,7 +15,6 @@ import fcntl
 import io
 import json
 import os
-import pwd
 import re
 import shlex
 import signal
@@ -248,20 +247,16 @@ class _Command:
             self.code = NOT_FOUND if absent else NOT_EXECUTABLE
 
     def _shell(self, environ: dict[str, str], title: str, root: str) -> list[str]:
-        """Return the command line of the user's shell; bash gets a prompt and the environment.
+        """Return the command line of the worker's SHELL; bash gets a prompt and the environment.
 
         Args:
             environ: the environment; the shell's variables are set.
             title: the prompt.
             root: the root directory of the container; empty for this one.
         """
-        try:
-            own = pwd.getpwuid(os.geteuid()).pw_shell
-        except KeyError:  # the account is known elsewhere only
-            own = environ.get("SHELL", "")
         usable = (
             path
-            for path in (own, *_SHELLS)
+            for path in (environ.get("SHELL", ""), *_SHELLS)
             if os.path.basename(path) not in _NO_SHELLS and os.access(f"{root}{path}", os.X_OK)
         )
         shell = next(usable, _SHELLS[-1])

@@ -92,20 +92,16 @@ def _of_worker(
     for each in below:
         ticks += [*stats[each][_OWN], *stats[each][_REAPED]]
     return Activity(
-        io=sum(_io(f"{tasks}/{thread}/io") for thread in [str(pid), *_loader_threads(tasks, pid)]),
+        io=sum(
+            _io(f"{tasks}/{thread}/io")
+            for thread in files.listed(tasks)
+            if thread == str(pid)
+            or files.read_text(f"{tasks}/{thread}/comm").startswith(_LOADER_THREAD)
+        ),
         cpu=sum(map(int, ticks)) / _TICKS,
         below_io=sum(_io(f"/proc/{each}/io") for each in below),
         runs=main[:1] == ["R"] or any(stats[each][0] == "R" for each in below),
     )
-
-
-def _loader_threads(tasks: str, pid: int) -> list[str]:
-    return [
-        thread
-        for thread in files.listed(tasks)
-        if thread != str(pid)
-        and files.read_text(f"{tasks}/{thread}/comm").startswith(_LOADER_THREAD)
-    ]
 
 
 def _io(path: str) -> int:
