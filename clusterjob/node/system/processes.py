@@ -271,15 +271,13 @@ def terminal_reader(above: int, terminal: int = 0) -> int | None:
         return None
     device = os.fstat(terminal).st_rdev
     for pid in descendants(above):
-        try:
+        with contextlib.suppress(OSError):  # it has ended, or this process lacks the permission
             call, *arguments = Path(f"/proc/{pid}/syscall").read_text().split()
             if (
                 call == _READ.get(os.uname().machine)
                 and os.stat(f"/proc/{pid}/fd/{int(arguments[0], 16)}").st_rdev == device
             ):
                 return pid
-        except OSError:  # it has ended, or this process lacks the permission
-            continue
     return None
 
 

@@ -11,6 +11,7 @@ _MAX_NAMES = 65536  # the limit of Slurm's own tools
 _MAX_NAME = 255  # maximum characters of a host name
 _TOO_MANY = f"it names more than {_MAX_NAMES} hosts"
 _ITEM = re.compile(r"(?:[^\s,\[\]]+|\[[^\[\]]*\])+")
+_RANGE = re.compile(r"([0-9]{1,18})(?:-([0-9]{1,18}))?")
 _BRACKET = re.compile(r"\[([^\[\]]*)\]")
 _NOT_IN_A_NAME = re.compile(r"[^\w.:%@+-]")  # characters special to a shell (CVE-2024-27763)
 
@@ -75,15 +76,13 @@ def expand_numbers(numbers: str, most: int = _MAX_NAMES) -> list[str]:
     """
     found: list[str] = []
     for part in numbers.split(","):
-        low, dash, high = part.partition("-")
-        ends = [low, high if dash else low]
-        valid = all(end.isascii() and end.isdigit() and len(end) < 19 for end in ends)
-        span = range(int(ends[0]), int(ends[1]) + 1) if valid else range(0)
-        if not span:
+        match = _RANGE.fullmatch(part)
+        span = range(int(match[1]), int(match[2] or match[1]) + 1) if match else range(0)
+        if match is None or not span:
             raise ValueError(f"{part[:40]!r} is not a range of numbers")
         if len(found) + len(span) > most:
             raise ValueError(_TOO_MANY)
-        found += [f"{number:0{len(low)}d}" for number in span]
+        found += [f"{number:0{len(match[1])}d}" for number in span]
     return found
 
 
