@@ -25,7 +25,7 @@ from clusterjob.doctor.engine import Check, run_checks
 from clusterjob.errors import SubmitError, SubmitInDoubtError
 from clusterjob.node.logs import ends
 from clusterjob.node.logs.job_dir import ELEMENTS
-from clusterjob.worker.outcomes import FOLDER
+from clusterjob.worker.call import FOLDER
 
 if TYPE_CHECKING:
     from clusterjob.backends.slurm.login_host import Login, LoginHosts

@@ -30,7 +30,7 @@ from clusterjob.node.logs import ends
 from clusterjob.node.logs.job_dir import COMPLETE, LOGS, RESULT
 from clusterjob.node.options import GRACE
 from clusterjob.node.system import files
-from clusterjob.worker.outcomes import FOLDER
+from clusterjob.worker.call import FOLDER
 
 if TYPE_CHECKING:
     from clusterjob.core.byte_link import ByteLink
