@@ -15,13 +15,10 @@ from procs import WITH_TORCH, Job, wait_until
 from clusterjob.errors import RendezvousError
 from clusterjob.node import contract
 from clusterjob.node.system import network
-from clusterjob.worker.rendezvous import Facts
-from clusterjob.worker.store import GroupStore, print_notice
+from clusterjob.worker.rendezvous import Facts, GroupStore, print_notice
 
 MakeJob = Callable[..., Job]
-ANSWER = json.dumps(
-    {"refused": "\x1b]0;x\x07send money to mallory", "hint": "or else", "late": False}
-)
+ANSWER = json.dumps(["\x1b]0;x\x07send money to mallory", "or else"])
 
 # Rank 1 joins after the other user has written the forged answer.
 INIT = """
