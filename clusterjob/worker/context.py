@@ -227,8 +227,11 @@ class Context:
 
         if isinstance(value, torch.Tensor):
             return self._reduce_tensor(value, op, grouped=grouped)
-        number = _plain_number(value)
-        return _combine(self._gather(number) if grouped else [number], op)
+        if not isinstance(value, numbers.Real):  # numpy's numbers and bool are
+            raise UsageError(f"reduce takes a number or a tensor, not {type(value).__name__}")
+        number = int(value) if isinstance(value, numbers.Integral) else float(value)
+        values = self._gather(number) if grouped else [number]
+        return math.nan if any(map(math.isnan, values)) else _OPERATIONS[op](values)
 
     def print(self, *values: object, **options: Any) -> None:
         """Print on rank 0 only, and flush, so that the line appears at once.
@@ -311,7 +314,7 @@ class Context:
         Processes may see the warning at different steps. To leave at the same step they must agree:
         ``ctx.reduce(ctx.preempted, "max")``.
         """
-        return preemption.warned(self._pid)
+        return preemption.watch().warned(self._pid)
 
     def on_preempt(self, callback: Callable[[], object]) -> None:
         """Call a function once when the preemption warning arrives.
@@ -327,7 +330,7 @@ class Context:
         Raises:
             UsageError: this is not the main thread of the process that called `init`.
         """
-        preemption.call_when_warned(callback, self._pid)
+        preemption.watch().call_when_warned(callback, self._pid)
 
     def requeue(self) -> NoReturn:
         """Leave the process group and exit with code 75, so that the job is requeued.
@@ -403,11 +406,9 @@ class Context:
         import torch.distributed as dist
 
         exact = not (value.is_floating_point() or value.is_complex())
-        work_type = result_type = value.dtype
-        if exact:
-            work_type = torch.int64  # gloo does not support bool and int16
-        elif value.is_floating_point() and value.element_size() < 4:
-            work_type = torch.float32
+        # gloo does not support bool and int16.
+        work_type = torch.int64 if exact else torch.promote_types(value.dtype, torch.float32)
+        result_type = value.dtype
         if exact and op == "mean":
             result_type = torch.get_default_dtype()
         elif op == "sum" and value.dtype == torch.bool:
@@ -453,20 +454,6 @@ class Context:
         import torch
 
         return torch.device("cpu") if "cpu" in self._devices else self.device
-
-
-def _plain_number(value: Any) -> int | float:
-    if isinstance(value, numbers.Integral):  # also numpy's integers and bool
-        return int(value)
-    if isinstance(value, numbers.Real):
-        return float(value)
-    raise UsageError(f"reduce takes a number or a tensor, not {type(value).__name__}")
-
-
-def _combine(values: list[int | float], op: str) -> int | float:
-    # Only NaN differs from itself.
-    not_a_number = [value for value in values if value != value]  # noqa: PLR0124
-    return not_a_number[0] if not_a_number else _OPERATIONS[op](values)
 
 
 # -- messages to the agent -------------------------------------------------------------------------
