@@ -10,7 +10,7 @@ from datetime import timedelta
 from typing import Any
 
 from clusterjob.errors import PlacementError, RendezvousError, UsageError
-from clusterjob.node.environments import detection, families, slurm_env, worker_variables
+from clusterjob.node.environments import families, slurm_env, this_node, worker_variables
 from clusterjob.node.environments.topology import Finding, Topology, Worker, candidate_ports
 from clusterjob.node.system import network, processes
 from clusterjob.node.workers import torch_patches
@@ -53,7 +53,7 @@ def find_rank(given: dict[str, str], *, checked: bool = True) -> Finding:
     if given:
         finding = families.read_torch(os.environ | (_complete(given) if checked else given))
     else:
-        finding = detection.detect(detection.look_up(os.environ))
+        finding = this_node.detect(this_node.look_up(os.environ))
     if not checked:
         return finding
     placement = finding.check().placement
