@@ -72,11 +72,11 @@ def main() -> None:
     """Run this worker's call."""
     job_dir = Path(os.environ[contract.JOB_DIR])
     index = os.environ.get(contract.ARRAY_INDEX)
-    base, number = (job_dir.parent.parent, int(index)) if index else (job_dir, 0)
+    path = call_file(job_dir.parent.parent, int(index)) if index else call_file(job_dir, 0)
     program.launcher_files.add(main.__code__.co_filename)  # a traceback begins in the function
     with contextlib.suppress(ModuleNotFoundError):  # a call without the group needs no torch
         _let_form_group()
-    paths, function_call = _load(call_file(base, number))
+    paths, function_call = _load(path)
     argv = getattr(function_call, "argv", None)
     if argv is not None:
         sys.argv = argv
@@ -86,7 +86,7 @@ def main() -> None:
     from clusterjob import bootstrap
 
     with bootstrap.init() as context:
-        _continue_later(context, function_call, paths=paths, path=call_file(base, number))
+        _continue_later(context, function_call, paths=paths, path=path)
         _make(function_call, job_dir, rank=context.rank, world_size=context.world_size)
 
 
@@ -248,24 +248,19 @@ def _encode(value: Any) -> Any:
         return value
     if isinstance(value, float):  # also numpy's float64
         return float(value)
-    if type(value) is tuple:
-        return {"tuple": [_encode(item) for item in value]}
-    if type(value) is list:
-        return [_encode(item) for item in value]
+    if type(value) in (list, tuple):
+        items = [_encode(item) for item in value]
+        return items if type(value) is list else {"tuple": items}
     if type(value) is dict and all(type(key) is str for key in value):
-        return {"dict": {key: _encode(item) for key, item in value.items()}}
+        return {"dict": [(key, _encode(item)) for key, item in value.items()]}
     raise TypeError(type(value).__name__)
 
 
-def _decode(data: Any) -> Any:
-    if isinstance(data, list):
-        return [_decode(item) for item in data]
-    if not isinstance(data, dict):
-        return data
-    [(kind, inner)] = data.items()  # ValueError: an object of no type
-    if kind == "dict":
-        return {key: _decode(item) for key, item in inner.items()}
-    return tuple(map(_decode, inner))
+def _decoded(data: dict[str, Any]) -> Any:
+    """Return what a JSON object of `_encode` stands for."""
+    if data.keys() == {"dict"}:
+        return dict(data["dict"])
+    return tuple(data["tuple"]) if data.keys() == {"tuple"} else data
 
 
 def write_value(
@@ -335,7 +330,7 @@ def from_json(data: bytes, rank: int) -> CallOutcome:
     try:
         if len(data) > MAX_JSON:
             raise ValueError
-        found = json.loads(data)
+        found = json.loads(data, object_hook=_decoded)
         if "error" in found:
             return CallOutcome(failure=codec.read(RemoteFailure, found["error"]))
         size = found.get("world_size")
@@ -343,7 +338,7 @@ def from_json(data: bytes, rank: int) -> CallOutcome:
             raise ValueError
         if "pickled" in found:
             return CallOutcome(pickled=str(found["pickled"])[:200], world_size=size)
-        return CallOutcome(_decode(found["value"]), world_size=size)
+        return CallOutcome(found["value"], world_size=size)
     except (ValueError, TypeError, LookupError, AttributeError, RecursionError) as error:
         raise JobFailed(f"the result of rank {rank} is malformed") from error
 

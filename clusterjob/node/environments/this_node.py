@@ -321,11 +321,10 @@ def text_of(found: Mapping[str, Any]) -> str:
         for name in _FIELDS
         if found[name] is not None
     ]
+    rows = [("FIELD", "VALUE", "FROM"), *rows] if rows else []
+    names, values = (max((len(row[column]) for row in rows), default=0) for column in (0, 1))
     lines = [f"source: {found['source']}   level: {found['level']}"]
-    if rows:
-        rows.insert(0, ("FIELD", "VALUE", "FROM"))
-        names, values, _ = (max(map(len, column)) for column in zip(*rows, strict=True))
-        lines += [f"{a:{names}}  {b:{values}}  {c}".rstrip() for a, b, c in rows]
+    lines += [f"{a:{names}}  {b:{values}}  {c}".rstrip() for a, b, c in rows]
     lines += [f"ignored: {item['variable']} ({item['why']})" for item in found["ignored"]]
     lines += [f"conflict: {conflict}" for conflict in found["conflicts"]]
     return "\n".join(sanitize(line) for line in lines)
