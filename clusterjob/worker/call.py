@@ -170,9 +170,8 @@ def pickled(paths: list[str], function_call: Any) -> bytes:
 
 
 def _load(path: Path) -> tuple[list[str], Any]:
-    carried = path.with_name(MODULES)
-    if carried.exists():  # the submitter's cloudpickle; this machine's own comes first
-        sys.path.append(str(carried))
+    # The submitter's cloudpickle, if it was sent; this machine's own comes first.
+    sys.path.append(str(path.with_name(MODULES)))
     with path.open("rb") as stream:
         paths, version = pickle.load(stream)  # noqa: S301 - the user's own call and directory
         if version not in ("", _version()):

@@ -248,13 +248,13 @@ def _make_group(
     import torch.distributed as dist
 
     load_functional()
-    options: dict[str, Any] = {"backend": backend}
-    if timeout is not None:
-        options["timeout"] = timedelta(seconds=timeout)
-    if backend == "nccl":
-        # With a device, torch makes the communicator in this call: errors appear now, and barriers
-        # need not guess a device.
-        options["device_id"] = device
+    options: dict[str, Any] = {
+        "backend": backend,
+        "timeout": None if timeout is None else timedelta(seconds=timeout),
+        # With a device, torch makes NCCL's communicator in this call: errors appear now, and
+        # barriers need not guess a device.
+        "device_id": device if backend == "nccl" else None,
+    }
     if worker is None:
         dist.init_process_group(store=dist.HashStore(), rank=0, world_size=1, **options)
         return None
@@ -270,8 +270,7 @@ def _make_group(
                 store=place.torch_store, rank=worker.rank, world_size=worker.world_size, **options
             )
     except RuntimeError as error:  # torch's DistError is a RuntimeError
-        topology = worker.topology
-        store_address = network.with_port(topology.master_addr, topology.master_port or 0)
+        store_address = network.with_port(*rendezvous.address_of(worker))
         reason = f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
         raise RendezvousError(
             f"rank {worker.rank} of {worker.world_size} could not form the process group "

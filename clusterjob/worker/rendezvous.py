@@ -168,7 +168,9 @@ class GroupStore:
             OSError: the store cannot be reached any more.
             RuntimeError: torch's error.
         """
-        network.connect(*_address(self.worker), timeout=_ANSWER).close()  # torch's error is a page
+        network.connect(
+            *address_of(self.worker), timeout=_ANSWER
+        ).close()  # torch's error is a page
         connect = _launcher_store if self.served else _client
         whole = connect(self.worker, timedelta(seconds=_ANSWER))
         return GroupStore(whole, self.worker, served=self.served, number=self._number)
@@ -223,7 +225,8 @@ def open_store(worker: Worker, timeout: float) -> GroupStore:
     return GroupStore(store, worker, served=served, number=number)
 
 
-def _address(worker: Worker) -> tuple[str, int]:
+def address_of(worker: Worker) -> tuple[str, int]:
+    """Return host and port of the store; port 0 if it is unknown."""
     return worker.topology.master_addr, worker.topology.master_port or 0
 
 
@@ -235,14 +238,14 @@ def _counter(rank: int) -> str:
 def _client(worker: Worker, wait: timedelta) -> Any:
     import torch.distributed as dist
 
-    return dist.TCPStore(*_address(worker), is_master=False, wait_for_workers=False, timeout=wait)
+    return dist.TCPStore(*address_of(worker), is_master=False, wait_for_workers=False, timeout=wait)
 
 
 def _serve(worker: Worker, wait: timedelta) -> Any:
     """Return rank 0's store; its socket is bound before, because torch's own errors are pages."""
     import torch.distributed as dist
 
-    host, port = _address(worker)
+    host, port = address_of(worker)
     address = os.getpid(), host, port
     if address in _own:
         _own[address].set_timeout(wait)
@@ -273,7 +276,7 @@ def _serve(worker: Worker, wait: timedelta) -> Any:
 
 def _is_served(worker: Worker) -> bool:
     """Return whether a launcher's agents serve a store at the master's port."""
-    host, port = _address(worker)
+    host, port = address_of(worker)
     named = os.environ.get("MASTER_ADDR", "").strip(" []"), os.environ.get("MASTER_PORT")
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True" or named != (host, str(port)):
         return False
@@ -296,7 +299,7 @@ def _await_listener(worker: Worker, timeout: float) -> None:
     Raises:
         RendezvousError: rank 0 cannot be reached.
     """
-    host, port = _address(worker)
+    host, port = address_of(worker)
     for waited, notice in polls(_SHORT_PAUSE):
         try:
             network.connect(host, port, timeout=_ANSWER).close()

@@ -488,9 +488,7 @@ def test_kubeflow_nproc_keyword_leaves_worker_count_open(nproc: str) -> None:
         (SAGEMAKER | {"SM_HOSTS": "algo-1"}, "is not a JSON list of hosts"),
         (SAGEMAKER | {"SM_HOSTS": "[" * 5000}, "is not a JSON list of hosts"),
         (SAGEMAKER | {"SM_HOSTS": '["a", 1]'}, "is not a JSON list of hosts"),
-        (SAGEMAKER | {"SM_HOST_COUNT": "3"}, "SM_HOSTS lists 2 nodes, SM_HOST_COUNT is 3"),
         (MODELARTS | {"VC_WORKER_HOSTS": "w-0.job"}, "VC_WORKER_HOSTS lists 1 nodes"),
-        (MLP | {"MLP_WORKER_ALL_HOSTS": "a,b,c"}, "MLP_WORKER_ALL_HOSTS lists 3 nodes"),
         (EVERY["mlp"][0] | {"MLP_ROLE_INDEX": "7"}, "MLP_ROLE_INDEX: node_rank is 7, outside 0..1"),
     ],
 )

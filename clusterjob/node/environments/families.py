@@ -359,10 +359,7 @@ def _sagemaker_hosts(found: Finding) -> list[str]:
     elif hosts and own and own not in hosts:
         found.conflicts.append(f"SM_CURRENT_HOST={own[:80]!r} is not in SM_HOSTS")
     elif hosts and own:
-        found.number("nnodes", "SM_HOST_COUNT", required=False)
-        found.check_count("SM_HOSTS", hosts)
         found.numbers |= {"nnodes": len(hosts), "node_rank": hosts.index(own)}
-        found.evidence["nnodes"] = "SM_HOSTS"
     return hosts
 
 
@@ -392,8 +389,6 @@ def _mlp(found: Finding) -> Topology | None:
             host,
         )
     _refuse_other_kinds(found, role)
-    for variable in (f"MLP_{role}_ALL_PRIMARY_HOSTS", f"MLP_{role}_ALL_HOSTS"):
-        found.check_count(variable, found.hosts(variable))
     return found.node()
 
 
@@ -539,7 +534,13 @@ FAMILIES = (
         applies=lambda found: found.is_set("MPI_LOCALRANKID") or not found.is_set("SLURM_STEP_ID"),
     ),
     # A step's variables describe this task; a platform's variables describe its machine.
-    Family(slurm_env.SOURCE, slurm_env.SIGNS, complete=slurm_env.place),
+    Family(
+        slurm_env.SOURCE,
+        slurm_env.SIGNS,
+        {"nnodes": "SLURM_STEP_NUM_NODES", "node_rank": "SLURM_NODEID"},
+        complete=slurm_env.place,
+        applies=slurm_env.is_step,
+    ),
     # Platforms come next; they start one command per node. A machine belongs to one platform, so
     # two platforms that disagree are a conflict.
     Family("mlp", _MLP_SIGNS, complete=_mlp, is_platform=True),

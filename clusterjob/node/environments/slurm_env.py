@@ -88,37 +88,30 @@ _DEFAULTS_OF_SHAPE = frozenset(
 # -- the rank assignment of a task -----------------------------------------------------------------
 
 
-def place(found: Finding) -> Topology | Worker | None:
-    """Return this task's placement: a `Topology` with one task per node, else a `Worker`.
-
-    Returns:
-        The placement; None with conflicts, or outside a step.
-    """
+def is_step(found: Finding) -> bool:
+    """Return whether this is a task of a step; outside of one, note the variables as ignored."""
     step = found.value("SLURM_STEP_ID")
-    number = whole_number(step)
-    if step.lower() in ("", *_NO_STEPS) or (number or 0) >= _LOWEST_OF_NO_STEP:
-        why = (
-            f"SLURM_STEP_ID={step} is not a step of srun"
-            if step
-            else "SLURM_STEP_ID is not set: this is a batch script or a shell, not a step of srun"
-        )
-        found.ignore(why, *SIGNS.split())
-        return None
-    if number is None:
-        found.as_number("step", "SLURM_STEP_ID", step)
+    of_step = step and step.lower() not in _NO_STEPS
+    if of_step and (whole_number(step) or 0) < _LOWEST_OF_NO_STEP:
+        return True
+    found.ignore(
+        f"SLURM_STEP_ID={step} is not a step of srun"
+        if step
+        else "SLURM_STEP_ID is not set: this is a batch script or a shell, not a step of srun",
+        *SIGNS.split(),
+    )
+    return False
+
+
+def place(found: Finding) -> Topology | Worker | None:
+    """Return this task's placement: a `Topology` with one task per node, else a `Worker`."""
     if found.value("SLURM_HET_SIZE") not in ("", "0", "1"):
         found.conflicts.append(
             "SLURM_HET_SIZE is set: the components of a heterogeneous job have no common ranks"
         )
-    return None if found.conflicts else _place_task(found)
-
-
-def _place_task(found: Finding) -> Topology | Worker | None:
-    found.number("nnodes", "SLURM_STEP_NUM_NODES")
-    node_rank = found.number("node_rank", "SLURM_NODEID")
     tasks = _tasks_per_node(found)
     _read_master(found)
-    if found.conflicts or node_rank is None:
+    if found.conflicts:
         return None
     found.check_count("SLURM_STEP_TASKS_PER_NODE", tasks)
     if max(tasks) == 1:
@@ -140,7 +133,8 @@ def _place_task(found: Finding) -> Topology | Worker | None:
         found.numbers["master_port"] = rendezvous_port(found.environ)
     # A task's own rank is used: with a cyclic distribution it cannot be computed from the node. A
     # larger node rank is refused.
-    found.numbers["local_world_size"] = tasks[min(node_rank, len(tasks) - 1)]
+    node_rank = min(found.numbers.get("node_rank", 0), len(tasks) - 1)
+    found.numbers["local_world_size"] = tasks[node_rank]
     return found.worker()
 
 

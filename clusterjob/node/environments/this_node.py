@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import socket
 from collections.abc import Mapping, Sequence
@@ -333,11 +334,6 @@ def text_of(found: Mapping[str, Any]) -> str:
 def show(*, as_json: bool) -> int:
     """Print the detected environment; return the exit code: 1 if there is a conflict, else 0."""
     found = describe(detect(look_up(os.environ)))
-    if as_json:
-        import json
-
-        # ASCII only, so that any encoding of stdout can represent it.
-        print(json.dumps({"schema": SCHEMA, **found}, indent=1))
-    else:
-        print(text_of(found))
+    # ASCII only, so that any encoding of stdout can represent it.
+    print(json.dumps({"schema": SCHEMA, **found}, indent=1) if as_json else text_of(found))
     return 1 if found["conflicts"] else 0

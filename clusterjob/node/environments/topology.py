@@ -109,9 +109,7 @@ class Finding:
     @property
     def level(self) -> str:
         """The level: ``worker`` for a process, ``node`` for a node, ``none`` for neither."""
-        if isinstance(self.placement, Worker):
-            return "worker"
-        return "node" if isinstance(self.placement, Topology) else "none"
+        return {Worker: "worker", Topology: "node"}.get(type(self.placement), "none")
 
     def check(self) -> Finding:
         """Return the finding itself.
