@@ -82,6 +82,18 @@ def test_signed_value_is_refused_under_another_key_group_or_restart(
         first.read("rank0")
 
 
+def test_foreign_text_in_a_list_of_ranks_is_ignored() -> None:
+    import torch.distributed as dist
+
+    worker: Any = SimpleNamespace(rank=1, world_size=3)
+    memory = dist.HashStore()
+    store = GroupStore(memory, worker, served=False, number=0)
+    assert store.without("joined") == [0, 1, 2]
+    store.note("joined")
+    memory.append("clusterjob/0/rendezvous/joined", "x \u00b2 -2 7 ")
+    assert store.without("joined") == [0, 2]
+
+
 @pytest.mark.parametrize("data", ["", "[]", "{}", '{"rank": "x"}', "9" * 5000])
 def test_invalid_facts_are_refused(data: str) -> None:
     with pytest.raises(RendezvousError, match="holds a value that no process of a job writes"):
