@@ -127,11 +127,9 @@ class Context:
 
     def holds_group(self) -> bool:
         """Return whether this context's group is still torch's default process group."""
-        if self._group is None:
-            return False
         import torch.distributed as dist
 
-        return dist.is_initialized() and dist.group.WORLD is self._group
+        return self._group is not None and dist.is_initialized() and dist.group.WORLD is self._group
 
     def close(self, *, failed: bool) -> None:
         """Close this context, and leave the process group if this context owns it.
@@ -185,15 +183,13 @@ class Context:
             UsageError: the context was shut down, or there are other processes and no process
                 group.
         """
-        if not self._can_communicate():
-            return
-        import torch.distributed as dist
+        if self._can_communicate():
+            import torch.distributed as dist
 
-        # Without a device NCCL's barrier guesses one, warns, and may create a CUDA context on
-        # another process's GPU.
-        dist.barrier(
-            device_ids=[self.device.index] if self._devices.get("cuda") == "nccl" else None
-        )
+            # Without a device NCCL's barrier guesses one, warns, and may create a CUDA context on
+            # another process's GPU.
+            is_nccl = self._devices.get("cuda") == "nccl"
+            dist.barrier(device_ids=[self.device.index] if is_nccl else None)
 
     def reduce(self, value: Any, op: str = "mean") -> Any:
         """Combine one value from each process and return the result to all of them.
@@ -443,10 +439,9 @@ class Context:
         )
         parts = [torch.empty_like(own) for _ in range(self.world_size)]
         dist.all_gather(parts, own)
-        rows: list[list[int]] = torch.stack(parts).tolist()
         return [
             word if is_int else struct.unpack("=d", struct.pack("=q", word))[0]
-            for is_int, word in rows
+            for is_int, word in torch.stack(parts).tolist()
         ]
 
     def _exchange_device(self) -> torch.device:
@@ -557,9 +552,8 @@ def _end_process(exit_code: int) -> None:
     try:
         getattr(threading, "_shutdown", lambda: None)()  # waits for the non-daemon threads
         atexit._run_exitfuncs()
-        for stream in (sys.stdout, sys.stderr):
-            if stream is not None:
-                stream.flush()
+        for stream in filter(None, (sys.stdout, sys.stderr)):
+            stream.flush()
         ctypes.CDLL(None).fflush(None)  # output of C libraries, such as NCCL's log
     finally:
         os._exit(exit_code)

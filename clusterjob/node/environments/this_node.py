@@ -276,10 +276,10 @@ def job_id(source: str, environ: Mapping[str, str]) -> str:
         source: the family that gave the rank assignment.
         environ: the environment of the process.
     """
-    own = environ.get(contract.JOB_ID) or environ.get("TORCHELASTIC_RUN_ID") or ""
-    if own or source != slurm_env.SOURCE:
-        return own
-    return f"slurm-{environ.get('SLURM_JOB_ID', '')}.{environ['SLURM_STEP_ID']}"
+    step = ""
+    if source == slurm_env.SOURCE:
+        step = f"slurm-{environ.get('SLURM_JOB_ID', '')}.{environ['SLURM_STEP_ID']}"
+    return environ.get(contract.JOB_ID) or step or environ.get("TORCHELASTIC_RUN_ID") or ""
 
 
 def supervisor(environ: Mapping[str, str], pid: int) -> tuple[str, int] | None:
