@@ -177,8 +177,7 @@ def _torch(found: Finding) -> Worker | None:
         found.conflicts.append(
             "LOCAL_WORLD_SIZE is not set (local_world_size), and RANK differs from LOCAL_RANK"
         )
-    size = numbers.setdefault("local_world_size", max(1, world_size // nnodes))
-    numbers.setdefault("nnodes", max(1, world_size // max(1, size)))
+    numbers.setdefault("local_world_size", max(1, world_size // nnodes))
     return found.worker()
 
 

@@ -152,12 +152,13 @@ def look_up(environ: Mapping[str, str]) -> Mapping[str, str]:
     """
     found: dict[str, str] = {}
     if environ.get("PALS_RANKID") and environ.get("PBS_NODEFILE"):
-        text = files.read_text(environ["PBS_NODEFILE"], _MAX_TEXT)
-        found[families.PALS_FIRST_NODE] = text.partition("\n")[0].strip()
+        hosts = files.read_text(environ["PBS_NODEFILE"], _MAX_TEXT)
+        found[families.PALS_FIRST_NODE] = hosts.partition("\n")[0].strip()
     several = environ.get("FLUX_TASK_RANK") and environ.get("FLUX_JOB_NNODES") != "1"
     if several and not environ.get("MASTER_ADDR"):
-        command = families.FLUX_HOSTS.split()
-        found[families.FLUX_HOSTS] = processes.output_of(command, environ, timeout=_TIMEOUT)
+        found[families.FLUX_HOSTS] = processes.output_of(
+            families.FLUX_HOSTS.split(), environ, timeout=_TIMEOUT
+        )
     if environ.get("MPI_LOCALRANKID") and environ.get("PMI_FD") and not environ.get("MASTER_PORT"):
         found[families.HYDRA_PROXY] = _peer(environ["PMI_FD"])
     return {**environ, **found} if found else environ
