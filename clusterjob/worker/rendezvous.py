@@ -598,7 +598,9 @@ def _blame(store: GroupStore) -> str:
     with contextlib.suppress(OSError, RuntimeError):
         store = store.reconnect()
         store.note("alive")  # its own thread may not have done so yet
-        return store.offer("end", _describe_silent(store, final=True))
+        # The first rank composes the text.
+        text = "" if store.has("end") else _describe_silent(store, final=True)
+        return store.offer("end", text)
     return ""
 
 
