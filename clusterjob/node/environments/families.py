@@ -177,7 +177,9 @@ def _torch(found: Finding) -> Worker | None:
         found.conflicts.append(
             "LOCAL_WORLD_SIZE is not set (local_world_size), and RANK differs from LOCAL_RANK"
         )
-    numbers.setdefault("local_world_size", max(1, world_size // nnodes))
+    size = numbers.setdefault("local_world_size", max(1, world_size // nnodes))
+    # Not more nodes for a wrong WORLD_SIZE: the rendezvous of ranks names it.
+    numbers.setdefault("nnodes", max(1, world_size // max(1, size)))
     return found.worker()
 
 
