@@ -13,6 +13,7 @@ import os
 import pickle
 import re
 import shutil
+import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -240,11 +241,16 @@ def _load_parts(directory: Path, into: Any, *, weights_only: bool) -> Any:
 
 @contextlib.contextmanager
 def _errors_of_torch() -> Iterator[None]:
-    """Turn torch's exception, which no `except Exception` catches, into an ordinary one."""
+    """Turn torch's exception, which no `except Exception` catches, into an ordinary one.
+
+    Also hide torch's warning that a single process has no process group.
+    """
     from torch.distributed.checkpoint import CheckpointException
 
     try:
-        yield
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "torch.distributed is disabled")
+            yield
     except CheckpointException as error:
         rank, (problem, _) = min(error.failures.items())
         raise CheckpointError(f"rank {rank}: {problem}") from error
