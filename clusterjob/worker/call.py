@@ -20,6 +20,7 @@ import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from clusterjob.errors import ClusterJobError, JobFailed
@@ -73,7 +74,7 @@ def main() -> None:
     job_dir = Path(os.environ[contract.JOB_DIR])
     index = os.environ.get(contract.ARRAY_INDEX)
     path = call_file(job_dir.parent.parent, int(index)) if index else call_file(job_dir, 0)
-    program.launcher_files.add(main.__code__.co_filename)  # a traceback begins in the function
+    _hide_own_frames()
     with contextlib.suppress(ModuleNotFoundError):  # a call without the group needs no torch
         _let_form_group()
     paths, function_call = _load(path)
@@ -90,6 +91,18 @@ def main() -> None:
         _make(function_call, job_dir, rank=context.rank, world_size=context.world_size)
 
 
+def _hide_own_frames() -> None:
+    """Let an uncaught exception's traceback begin in the user's function."""
+    program.launcher_files.add(main.__code__.co_filename)
+    show = sys.excepthook
+
+    def hook(kind: type[BaseException], error: BaseException, _trace: TracebackType | None) -> None:
+        program.strip(error)
+        show(kind, error, error.__traceback__)
+
+    sys.excepthook = hook
+
+
 def _let_form_group() -> None:
     """Let a function form the process group itself, as a script does; ours then makes way.
 
@@ -103,10 +116,13 @@ def _let_form_group() -> None:
     form = dist.init_process_group
 
     @functools.wraps(form)
-    def init_process_group(*args: Any, **options: Any) -> Any:
+    def init_process_group(*args: Any, **options: Any) -> None:
         if state.context is not None and state.context.holds_group():
             bootstrap.shutdown()
-        return form(*args, **options)
+        had_group, shown = state.grouped, sys.excepthook
+        form(*args, **options)
+        if had_group:
+            sys.excepthook = shown  # torch's, which adds the rank, is already below it
 
     dist.init_process_group = dist.distributed_c10d.init_process_group = init_process_group
 
