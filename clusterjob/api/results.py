@@ -15,6 +15,7 @@ from clusterjob.backends import base
 from clusterjob.core import job_parts
 from clusterjob.core.records import Record
 from clusterjob.errors import ClusterJobError, JobFailed
+from clusterjob.node.logs.job_dir import OUTCOMES
 from clusterjob.node.program import Program
 from clusterjob.node.system import files, private_dirs
 from clusterjob.node.system.sanitize import sanitize
@@ -168,7 +169,7 @@ def _files(
     backend = base.instance(record.backend)
     if not isinstance(backend, base.OutcomeReader):
         return None
-    folder = record.job_dir / call.FOLDER
+    folder = record.job_dir / OUTCOMES
     names = {rank: call.outcome_name(rank, attempt, suffix) for rank in ranks}
     kept = {rank: data for rank, name in names.items() if (data := _kept(folder / name, most))}
     asked = {

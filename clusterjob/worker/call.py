@@ -26,13 +26,13 @@ from typing import TYPE_CHECKING, Any
 from clusterjob.errors import ClusterJobError, JobFailed
 from clusterjob.node import contract, program
 from clusterjob.node.environments import this_node
+from clusterjob.node.logs.job_dir import OUTCOMES
 from clusterjob.node.system import codec, files
 
 if TYPE_CHECKING:
     from clusterjob.worker.context import Context
 
 MODULES = "call.modules.zip"  # modules that a remote host may lack, next to the call
-FOLDER = "call"  # of the outcomes, in the job's directory
 MAX_WORLD_SIZE = 65_536  # workers of a job, as another machine may state them
 MAX_JSON = 16 << 20  # bytes; a larger value is only pickled
 _MAX_TRACE = 64 << 10  # characters at the end of a traceback
@@ -248,7 +248,7 @@ class CallOutcome:
 
 
 def outcome_name(rank: int, attempt: int, suffix: str = "json") -> str:
-    """Return the name of a rank's file in `FOLDER`; the suffix is ``json`` or ``pkl``."""
+    """Return the name of a rank's file in `OUTCOMES`; the suffix is ``json`` or ``pkl``."""
     return f"rank{rank}.attempt{attempt}.{suffix}"
 
 
@@ -329,7 +329,7 @@ def _pickle(outcome: CallOutcome) -> bytes:
 
 
 def _write(job_dir: Path, rank: int, attempt: int, data: bytes, pickled: bytes | None) -> None:
-    folder = job_dir / FOLDER
+    folder = job_dir / OUTCOMES
     folder.mkdir(mode=0o700, exist_ok=True)
     if pickled is not None:
         files.write_atomic(folder / outcome_name(rank, attempt, "pkl"), pickled)
@@ -386,7 +386,7 @@ def read_outcome(job_dir: Path, rank: int, attempt: int) -> CallOutcome | None:
     Raises:
         JobFailed: the outcome cannot be read.
     """
-    folder = job_dir / FOLDER
+    folder = job_dir / OUTCOMES
     try:
         found = from_json((folder / outcome_name(rank, attempt)).read_bytes(), rank)
         if found.failure is None and not found.pickled:
