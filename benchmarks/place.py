@@ -38,7 +38,7 @@ from test_rank_rendezvous import SIMULATED
 
 from clusterjob.node import contract
 from clusterjob.node.contract import World
-from clusterjob.node.environments.detection import detect
+from clusterjob.node.environments.this_node import detect
 
 PARTS = ("detect", "import", "init", "roll")
 DETECT_TARGET = 1.0  # milliseconds

@@ -43,9 +43,9 @@ def main() -> int:
         return launch(sys.argv[2:])
     if sys.argv[1:2] == ["env"] and find_spec("typer") is None:
         # Inside a job, clusterjob may exist only as the node zip, which lacks the command line.
-        from clusterjob.node.environments.detection import main as env
+        from clusterjob.node.environments import this_node
 
-        return env(sys.argv[2:])
+        return this_node.show(as_json="--json" in sys.argv[2:])
     import gc
 
     # Imports create many objects and no garbage: collections would take 10 % of a short command.

@@ -79,8 +79,8 @@ def init(
         UsageError: the arguments exclude each other, or differ from those of the first call.
     """
     from clusterjob.node.stacks import offer
-    from clusterjob.worker import group, process, rank_assignment
-    from clusterjob.worker.context import state
+    from clusterjob.worker import group
+    from clusterjob.worker.context import is_worker, state
 
     if backend is not None and backend not in group.BACKENDS:
         raise UsageError(f"unknown backend {backend!r}: must be one of {', '.join(group.BACKENDS)}")
@@ -100,13 +100,13 @@ def init(
         )
         return known
     shutdown()  # closes a context whose group the script has destroyed itself
-    if process.is_worker():
+    if is_worker():
         offer.offer()  # forked workers have done this before, and `hook` in others
-    finding = rank_assignment.find(
+    finding = group.find_rank(
         {name.upper(): str(value) for name, value in given.items() if value is not None},
         checked=not _group_exists(),
     )
-    rank_assignment.prepare(finding)
+    group.prepare(finding)
 
     import torch.distributed as dist  # not earlier: torch reads variables that `prepare` sets
 

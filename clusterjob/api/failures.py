@@ -8,7 +8,7 @@ from typing import Any
 from clusterjob.errors import JobFailed, RemoteError
 from clusterjob.node.system.sanitize import sanitize
 from clusterjob.node.verdict import Verdict
-from clusterjob.worker.outcomes import CallOutcome
+from clusterjob.worker.call import CallOutcome
 
 
 class RemoteTraceback(Exception):

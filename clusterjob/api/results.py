@@ -15,12 +15,13 @@ from clusterjob.backends import base
 from clusterjob.core import job_parts
 from clusterjob.core.records import Record
 from clusterjob.errors import ClusterJobError, JobFailed
+from clusterjob.node.logs.job_dir import OUTCOMES
 from clusterjob.node.program import Program
 from clusterjob.node.system import files, private_dirs
 from clusterjob.node.system.sanitize import sanitize
 from clusterjob.node.verdict import JobState, Verdict
-from clusterjob.worker import call, outcomes
-from clusterjob.worker.outcomes import CallOutcome
+from clusterjob.worker import call
+from clusterjob.worker.call import CallOutcome
 
 PROGRAM = Program("module", call.__name__)
 MAX_PLAIN = 64_000_000  # bytes of JSON that the hosts of a job may send
@@ -115,7 +116,7 @@ def exception(record: Record, verdict: Verdict, *, trust: bool) -> BaseException
         return JobCancelled(f"job {record.job_id} CANCELLED: {reason}", _show_output(record))
     rank = verdict.failure.rank if verdict.failure is not None else None
     counts = _counts(record)
-    world_size = outcomes.MAX_WORLD_SIZE if counts is None else sum(counts.values())
+    world_size = call.MAX_WORLD_SIZE if counts is None else sum(counts.values())
     outcome = None
     if rank is not None and 0 <= rank < world_size:
         outcome = _read(record, [rank], attempt=verdict.attempt, trust=trust)[rank]
@@ -146,9 +147,9 @@ def _read(
     """Return the outcome of each rank; None for a rank that wrote none."""
     plain = _files(record, ranks, attempt=attempt, suffix="json", most=MAX_PLAIN)
     if plain is None:
-        return {rank: outcomes.read(record.job_dir, rank, attempt=attempt) for rank in ranks}
+        return {rank: call.read_outcome(record.job_dir, rank, attempt=attempt) for rank in ranks}
     found: dict[int, CallOutcome | None] = {
-        rank: outcomes.from_json(plain[rank], rank) if rank in plain else None for rank in ranks
+        rank: call.from_json(plain[rank], rank) if rank in plain else None for rank in ranks
     }
     pickled = [
         rank
@@ -157,7 +158,7 @@ def _read(
     ]
     if trust and pickled:
         pickles = _files(record, pickled, attempt=attempt, suffix="pkl", most=MAX_PICKLED)
-        found |= {rank: outcomes.from_pickle(data, rank) for rank, data in (pickles or {}).items()}
+        found |= {rank: call.from_pickle(data, rank) for rank, data in (pickles or {}).items()}
     return found
 
 
@@ -168,8 +169,8 @@ def _files(
     backend = base.instance(record.backend)
     if not isinstance(backend, base.OutcomeReader):
         return None
-    folder = record.job_dir / outcomes.FOLDER
-    names = {rank: outcomes.outcome_name(rank, attempt, suffix) for rank in ranks}
+    folder = record.job_dir / OUTCOMES
+    names = {rank: call.outcome_name(rank, attempt, suffix) for rank in ranks}
     kept = {rank: data for rank, name in names.items() if (data := _kept(folder / name, most))}
     asked = {
         node: wanted

@@ -28,7 +28,7 @@ from clusterjob.node.program import Program
 from clusterjob.node.system import devices, files, processes
 from clusterjob.node.system.sanitize import sanitize
 from clusterjob.node.verdict import JobState, Verdict
-from clusterjob.worker import call, outcomes
+from clusterjob.worker import call
 
 _POLL = 0.1  # seconds between two polls of the workers' output
 
@@ -81,7 +81,7 @@ def spawn(
     count = _count(nprocs, gpus, environ=environ)
     payload = call.pickled(
         [os.path.abspath(entry) for entry in sys.path],
-        call.PlainCall(function, tuple(args), kwargs=dict(kwargs or {}), argv=list(sys.argv)),
+        call.FunctionCall(function, tuple(args), kwargs=dict(kwargs or {}), argv=list(sys.argv)),
     )
     job_dir = Path(tempfile.mkdtemp(prefix="clusterjob-spawn-"))
     try:
@@ -104,9 +104,13 @@ def _results(job_dir: Path, verdict: Verdict, count: int, name: str) -> list[Any
     """Return the values of all ranks; raise the error of a failed call."""
     if verdict.state is not JobState.SUCCEEDED:
         rank = verdict.failure.rank if verdict.failure is not None else None
-        outcome = None if rank is None else outcomes.read(job_dir, rank, attempt=verdict.attempt)
+        outcome = (
+            None if rank is None else call.read_outcome(job_dir, rank, attempt=verdict.attempt)
+        )
         raise failures.error_of(verdict, outcome, name=name)
-    found = {rank: outcomes.read(job_dir, rank, attempt=verdict.attempt) for rank in range(count)}
+    found = {
+        rank: call.read_outcome(job_dir, rank, attempt=verdict.attempt) for rank in range(count)
+    }
     return failures.complete(found, name)
 
 

@@ -211,6 +211,6 @@ def _write(path: Path, text: str) -> None:
 
 def _doctor_options(chosen: Proposal) -> str:
     """Return the option that doctor needs inside a job, where no cluster is the default."""
-    from clusterjob.node.environments import detection
+    from clusterjob.node.environments import this_node
 
-    return "" if detection.detect(os.environ).source == "none" else f" --cluster {chosen.name}"
+    return "" if this_node.detect(os.environ).source == "none" else f" --cluster {chosen.name}"

@@ -20,9 +20,9 @@ def env(as_json: Json = False) -> int:  # noqa: FBT002
     variable of each field, the ignored variables and the variables that conflict. The exit code is
     1 if variables conflict.
     """
-    from clusterjob.node.environments import detection
+    from clusterjob.node.environments import this_node
 
-    return detection.show(as_json=as_json)
+    return this_node.show(as_json=as_json)
 
 
 def config(

@@ -19,7 +19,7 @@ from clusterjob.core.records import home, secure_home
 from clusterjob.core.resources import MOST_NODES, Resources, at_least
 from clusterjob.core.spec import JobSpec
 from clusterjob.errors import OTHER_HOME, PlacementError, RecordError, SpecError
-from clusterjob.node.environments import detection
+from clusterjob.node.environments import this_node
 from clusterjob.node.program import Program
 from clusterjob.node.system import files, private_dirs
 
@@ -106,7 +106,7 @@ def _refuse_inside_a_job() -> None:
     Raises:
         PlacementError: the environment is that of a job's node.
     """
-    finding = detection.detect(os.environ)
+    finding = this_node.detect(os.environ)
     if finding.source == "none":
         return
     variables = ", ".join(sorted(set(finding.evidence.values()))) or "its variables"

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, NoReturn
 from clusterjob.errors import ClusterJobError, UsageError
 from clusterjob.node import contract
 from clusterjob.node.agent.parent import AgentParent
-from clusterjob.node.environments import detection, slurm_env, this_node, worker_variables
+from clusterjob.node.environments import slurm_env, this_node, worker_variables
 from clusterjob.node.environments.topology import Finding, Topology, candidate_ports
 from clusterjob.node.logs import ends, events, log_files
 from clusterjob.node.logs.console import Console, refusal_line
@@ -112,7 +112,7 @@ def launch(options: LaunchOptions, environ: Mapping[str, str]) -> int:
     is_first = not parent.why  # not after an agent that was killed
     if is_first:
         events.add_environment(
-            job_dir, topology.node_rank, detection.describe(finding), attempt=job.attempt
+            job_dir, topology.node_rank, this_node.describe(finding), attempt=job.attempt
         )
 
     # From here on there may be threads. The forkserver imports torch while this process imports
@@ -353,7 +353,7 @@ def _identity(
     attempt = this_node.read_attempt(environ)
     place_text = f"{topology.master_addr}-{topology.master_port or 0}-{topology.nnodes}"
     own_name = f"launch-{secrets.token_hex(4)}" if topology.nnodes == 1 else f"launch-{place_text}"
-    job_id = environ.get(contract.JOB_ID) or this_node.step_id(topology.source, environ) or own_name
+    job_id = this_node.job_id(topology.source, environ) or own_name
     token = contract.read_token(environ)
     is_open = token is None and topology.nnodes > 1
     ray = options.launcher == "ray" and not environ.get("RAY_AUTH_MODE")

@@ -23,13 +23,13 @@ from typing import Any, NoReturn
 from clusterjob.errors import ClusterJobError, UsageError
 
 # Files whose frames stand above the program's own frames in a traceback.
-_LAUNCHER_FILES = (
+launcher_files = {
     __file__,
     "<frozen importlib._bootstrap>",
     "<frozen importlib._bootstrap_external>",
     "<frozen runpy>",
     runpy.__file__,
-)
+}
 
 _MAX_SOURCE = 1 << 20  # bytes
 # The targets of a script that every worker reads from its stdin, as Python does.
@@ -175,7 +175,7 @@ def run_as_main(program: Program, on_failure: Callable[[str, int, str, str], Non
         if isinstance(request.code, int) and request.code & 0xFF:
             on_failure(f"sys.exit({request.code})", request.code & 0xFF, "exit_code", "")
         elif request.code is not None and not isinstance(request.code, int):
-            on_failure(_text(request.code), 1, "code", place(request))
+            on_failure(text_of(request.code), 1, "code", place(request))
         raise
     except BaseException as error:
         failure = error
@@ -196,32 +196,33 @@ def _show(error: BaseException) -> None:
 
     It goes through the program's sys.excepthook, with only the program's own frames.
     """
-    _strip(error)
+    strip(error)
     try:
         sys.excepthook(type(error), error, error.__traceback__)
     except SystemExit:
         raise
     except BaseException as failed:
-        _strip(failed)
+        strip(failed)
         sys.stderr.write("Error in sys.excepthook:\n")
         sys.__excepthook__(type(failed), failed, failed.__traceback__)
         sys.stderr.write("\nOriginal exception was:\n")
         sys.__excepthook__(type(error), error, error.__traceback__)
 
 
-def _strip(error: BaseException, seen: frozenset[int] | set[int] = frozenset()) -> None:
+def strip(error: BaseException, seen: frozenset[int] | set[int] = frozenset()) -> None:
     """Remove the launcher's frames at the top of a traceback."""
     while (
         error.__traceback__ is not None
-        and error.__traceback__.tb_frame.f_code.co_filename in _LAUNCHER_FILES
+        and error.__traceback__.tb_frame.f_code.co_filename in launcher_files
     ):
         error.__traceback__ = error.__traceback__.tb_next
     for other in (error.__cause__, error.__context__):
         if other is not None and other.__traceback__ is not None and id(other) not in seen:
-            _strip(other, {*seen, id(other)})
+            strip(other, {*seen, id(other)})
 
 
-def _text(value: object) -> str:
+def text_of(value: object) -> str:
+    """Return a value as text, also if its own ``str`` fails."""
     try:
         return str(value)
     except Exception:  # the program's own class may raise anything
@@ -230,7 +231,7 @@ def _text(value: object) -> str:
 
 def summary(error: BaseException) -> str:
     """Return an exception as one line: ``ValueError: boom``."""
-    first_line = _text(error).strip().partition("\n")[0]
+    first_line = text_of(error).strip().partition("\n")[0]
     return f"{type(error).__name__}: {first_line}" if first_line else type(error).__name__
 
 
@@ -241,7 +242,7 @@ def place(error: BaseException) -> str:
     frame = error.__traceback__
     while frame is not None and frame.tb_next is not None:
         frame = frame.tb_next
-    if frame is None or frame.tb_frame.f_code.co_filename in _LAUNCHER_FILES:
+    if frame is None or frame.tb_frame.f_code.co_filename in launcher_files:
         return ""
     return f"{os.path.basename(frame.tb_frame.f_code.co_filename)}:{frame.tb_lineno}"
 

@@ -2,64 +2,66 @@
 
 The job's workers run it as ``python -m clusterjob.worker.call``. The files are in the job's
 directory, which only its owner can read.
+
+A rank writes its outcome into ``rank<r>.attempt<a>.json``: a plain value, or the text of an
+exception. A value that is not plain, and an exception, are also pickled into the file of the same
+name with ``.pkl``. Reading the JSON file is always safe; reading a pickle runs code.
 """
 
 from __future__ import annotations
 
 import contextlib
 import functools
+import json
 import os
 import pickle
 import sys
+import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from clusterjob.errors import ClusterJobError, UsageError
-from clusterjob.node import contract
+from clusterjob.errors import ClusterJobError, JobFailed
+from clusterjob.node import contract, program
 from clusterjob.node.environments import this_node
-from clusterjob.node.system import files
-from clusterjob.worker import outcomes
-from clusterjob.worker.context import Context
+from clusterjob.node.logs.job_dir import OUTCOMES
+from clusterjob.node.system import codec, files
+
+if TYPE_CHECKING:
+    from clusterjob.worker.context import Context
 
 MODULES = "call.modules.zip"  # modules that a remote host may lack, next to the call
+MAX_WORLD_SIZE = 65_536  # workers of a job, as another machine may state them
+MAX_JSON = 16 << 20  # bytes; a larger value is only pickled
+_MAX_TRACE = 64 << 10  # characters at the end of a traceback
+_MAX_MESSAGE = 16 << 10  # characters
+
+
+# -- the call --------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class FunctionCall:
     """A call of a function.
 
-    submitit's DelayedSubmission has the same members and is accepted too.
+    submitit's DelayedSubmission has the same members without `argv`, and is accepted too.
 
     Attributes:
         function, args, kwargs: the function and its arguments.
+        argv: sys.argv of the program that made the call, for a call without `bootstrap.init`: the
+            function makes the process group itself. None for a call in the process group.
     """
 
     function: Callable[..., Any]
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
+    argv: list[str] | None = None
 
     def result(self) -> Any:
         """Run the function and return its value."""
         return self.function(*self.args, **self.kwargs)
-
-
-@dataclass(frozen=True)
-class PlainCall(FunctionCall):
-    """A call that runs without `bootstrap.init`: the function makes the process group itself.
-
-    Attributes:
-        argv: sys.argv of the program that made the call.
-    """
-
-    argv: list[str]
-
-    def result(self) -> Any:
-        """Run the function and return its value."""
-        sys.argv = self.argv
-        return super().result()
 
 
 def call_file(job_dir: Path, index: int) -> Path:
@@ -69,79 +71,60 @@ def call_file(job_dir: Path, index: int) -> Path:
 
 def main() -> None:
     """Run this worker's call."""
-    named = os.environ.get(contract.JOB_DIR)
-    if not named:
-        raise UsageError(
-            f"{contract.JOB_DIR} is not set: this module runs only in a function job's workers",
-            "clusterjob.submit(function) starts one",
-        )
-    job_dir = Path(named)
+    job_dir = Path(os.environ[contract.JOB_DIR])
     index = os.environ.get(contract.ARRAY_INDEX)
-    base, number = (job_dir.parent.parent, int(index)) if index else (job_dir, 0)
+    path = call_file(job_dir.parent.parent, int(index)) if index else call_file(job_dir, 0)
     _hide_own_frames()
-    with contextlib.suppress(ModuleNotFoundError):  # a plain call needs no torch
+    with contextlib.suppress(ModuleNotFoundError):  # a call without the group needs no torch
         _let_form_group()
-    paths, function_call = _load(call_file(base, number))
-    if isinstance(function_call, PlainCall):
-        _make(
-            function_call, job_dir, rank=int(os.environ["RANK"]),
-            world_size=int(os.environ["WORLD_SIZE"]),
-        )  # fmt: skip
+    paths, function_call = _load(path)
+    argv = getattr(function_call, "argv", None)
+    if argv is not None:
+        sys.argv = argv
+        rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+        _make(function_call, job_dir, rank=rank, world_size=world_size)
         return
     from clusterjob import bootstrap
 
     with bootstrap.init() as context:
-        _continue_later(context, function_call, paths=paths, path=call_file(base, number))
+        _continue_later(context, function_call, paths=paths, path=path)
         _make(function_call, job_dir, rank=context.rank, world_size=context.world_size)
+
+
+def _hide_own_frames() -> None:
+    """Let an uncaught exception's traceback begin in the user's function."""
+    program.launcher_files.add(main.__code__.co_filename)
+    show = sys.excepthook
+
+    def hook(kind: type[BaseException], error: BaseException, _trace: TracebackType | None) -> None:
+        program.strip(error)
+        show(kind, error, error.__traceback__)
+
+    sys.excepthook = hook
 
 
 def _let_form_group() -> None:
     """Let a function form the process group itself, as a script does; ours then makes way.
 
-    The group stays that of the context. It runs before the function is loaded, which may bind
-    ``init_process_group``.
+    It runs before the function is loaded, which may bind ``init_process_group``.
     """
     import torch.distributed as dist
 
+    from clusterjob import bootstrap
     from clusterjob.worker.context import state
 
     form = dist.init_process_group
 
     @functools.wraps(form)
-    def init_process_group(*args: Any, **options: Any) -> Any:
-        context = state.context
-        if context is None or not context.holds_group() or replaced:
-            return form(*args, **options)
-        replaced.append(True)  # a second call is an error, as in a script
-        dist.destroy_process_group()
-        shown = sys.excepthook
+    def init_process_group(*args: Any, **options: Any) -> None:
+        if state.context is not None and state.context.holds_group():
+            bootstrap.shutdown()
+        had_group, shown = state.grouped, sys.excepthook
         form(*args, **options)
-        sys.excepthook = shown  # torch's, which holds back what it shows, is already below it
-        context.join_group(owned=True)
-        return None
+        if had_group:
+            sys.excepthook = shown  # torch's, which adds the rank, is already below it
 
-    replaced: list[bool] = []
     dist.init_process_group = dist.distributed_c10d.init_process_group = init_process_group
-
-
-def _hide_own_frames() -> None:
-    """Let an uncaught exception's traceback begin in the user's function."""
-    previous = sys.excepthook
-
-    def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-        previous(kind, error.with_traceback(_of_function(trace)), error.__traceback__)
-
-    sys.excepthook = hook
-
-
-def _of_function(trace: TracebackType | None) -> TracebackType | None:
-    """Return the part of a traceback below this module's last frame."""
-    own, part = _of_function.__code__.co_filename, trace
-    while trace is not None:
-        if trace.tb_frame.f_code.co_filename == own:
-            part = trace.tb_next
-        trace = trace.tb_next
-    return part
 
 
 def _make(function_call: Any, job_dir: Path, rank: int, world_size: int) -> None:
@@ -149,10 +132,10 @@ def _make(function_call: Any, job_dir: Path, rank: int, world_size: int) -> None
     attempt = this_node.read_attempt(os.environ)
     try:
         value = function_call.result()
-        outcomes.write_value(job_dir, rank, attempt=attempt, value=value, world_size=world_size)
+        write_value(job_dir, rank, attempt=attempt, value=value, world_size=world_size)
     except Exception as error:
-        error.__traceback__ = _of_function(error.__traceback__)
-        outcomes.write_error(job_dir, rank, attempt=attempt, error=error)
+        program.strip(error)
+        write_error(job_dir, rank, attempt=attempt, error=error)
         raise
 
 
@@ -203,9 +186,8 @@ def pickled(paths: list[str], function_call: Any) -> bytes:
 
 
 def _load(path: Path) -> tuple[list[str], Any]:
-    carried = path.with_name(MODULES)
-    if carried.exists():  # the submitter's cloudpickle; this machine's own comes first
-        sys.path.append(str(carried))
+    # The submitter's cloudpickle, if it was sent; this machine's own comes first.
+    sys.path.append(str(path.with_name(MODULES)))
     with path.open("rb") as stream:
         paths, version = pickle.load(stream)  # noqa: S301 - the user's own call and directory
         if version not in ("", _version()):
@@ -226,6 +208,216 @@ def _load(path: Path) -> tuple[list[str], Any]:
 
 def _version() -> str:
     return f"{sys.version_info.major}.{sys.version_info.minor}"
+
+
+# -- the outcome -----------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class RemoteFailure:
+    """An exception of the function, as text.
+
+    Attributes:
+        type: name of its class.
+        message: its text.
+        traceback: the worker's traceback.
+    """
+
+    type: str
+    message: str
+    traceback: str
+
+
+@dataclass(frozen=True)
+class CallOutcome:
+    """The outcome of a call on one rank.
+
+    Attributes:
+        value: the value that the function returned, if it is known.
+        error: the exception that it raised; None if it returned, or if only its text is known.
+        failure: the exception as text; None if it returned.
+        pickled: the type of a value that is only in the pickle; empty if `value` is known.
+        world_size: number of workers of the job; None if it is unknown.
+    """
+
+    value: Any = None
+    error: BaseException | None = None
+    failure: RemoteFailure | None = None
+    pickled: str = ""
+    world_size: int | None = None
+
+
+def outcome_name(rank: int, attempt: int, suffix: str = "json") -> str:
+    """Return the name of a rank's file in `OUTCOMES`; the suffix is ``json`` or ``pkl``."""
+    return f"rank{rank}.attempt{attempt}.{suffix}"
+
+
+def _encode(value: Any) -> Any:
+    """Return a value as JSON data in which a list, a tuple and a dict are told apart.
+
+    Raises:
+        TypeError: the value has a part that is no number, text, list, tuple or dict; the message
+            is the part's type.
+    """
+    if value is None or type(value) in (bool, int, str):
+        return value
+    if isinstance(value, float):  # also numpy's float64
+        return float(value)
+    if type(value) in (list, tuple):
+        items = [_encode(item) for item in value]
+        return items if type(value) is list else {"tuple": items}
+    if type(value) is dict and all(type(key) is str for key in value):
+        return {"dict": [(key, _encode(item)) for key, item in value.items()]}
+    raise TypeError(type(value).__name__)
+
+
+def _decoded(data: dict[str, Any]) -> Any:
+    """Return what a JSON object of `_encode` stands for."""
+    if data.keys() == {"dict"}:
+        return dict(data["dict"])
+    return tuple(data["tuple"]) if data.keys() == {"tuple"} else data
+
+
+def write_value(
+    job_dir: Path, rank: int, attempt: int, value: Any, *, world_size: int | None = None
+) -> None:
+    """Write the value that a rank's call returned, and the number of workers.
+
+    Raises:
+        OSError: the files cannot be written.
+        Exception: the value cannot be pickled.
+    """
+    data, pickled, kind = b"", None, type(value).__name__
+    try:
+        data = json.dumps({"value": _encode(value), "world_size": world_size}).encode()
+    except TypeError as error:
+        kind = str(error)
+    except (ValueError, RecursionError):  # such as an int of over 4,300 digits
+        pass
+    if not data or len(data) > MAX_JSON:
+        data = json.dumps({"pickled": kind, "world_size": world_size}).encode()
+        pickled = _pickle(CallOutcome(value))
+    _write(job_dir, rank, attempt, data, pickled=pickled)
+
+
+def write_error(job_dir: Path, rank: int, attempt: int, error: BaseException) -> None:
+    """Write the exception that a rank's call raised.
+
+    If it cannot be pickled and unpickled, the pickle has its text.
+    """
+    failure = RemoteFailure(
+        type(error).__name__,
+        program.text_of(error)[:_MAX_MESSAGE],
+        traceback="".join(traceback.format_exception(error))[-_MAX_TRACE:],
+    )
+    try:
+        pickled = _pickle(CallOutcome(error=error, failure=failure))
+        pickle.loads(pickled)  # noqa: S301 - some exceptions can be pickled, but not unpickled
+    except Exception:
+        text = JobFailed(f"{failure.type}: {failure.message}")
+        pickled = _pickle(CallOutcome(error=text, failure=failure))
+    data = json.dumps({"error": vars(failure)}).encode()
+    _write(job_dir, rank, attempt, data, pickled=pickled)
+
+
+def _pickle(outcome: CallOutcome) -> bytes:
+    try:
+        import cloudpickle
+    except ModuleNotFoundError:  # a host may lack it
+        return pickle.dumps(outcome)
+    return bytes(cloudpickle.dumps(outcome))
+
+
+def _write(job_dir: Path, rank: int, attempt: int, data: bytes, pickled: bytes | None) -> None:
+    folder = job_dir / OUTCOMES
+    folder.mkdir(mode=0o700, exist_ok=True)
+    if pickled is not None:
+        files.write_atomic(folder / outcome_name(rank, attempt, "pkl"), pickled)
+    files.write_atomic(folder / outcome_name(rank, attempt), data)
+
+
+def from_json(data: bytes, rank: int) -> CallOutcome:
+    """Return the outcome in a rank's JSON file, which an untrusted host may have written.
+
+    Raises:
+        JobFailed: the file is malformed.
+    """
+    try:
+        if len(data) > MAX_JSON:
+            raise ValueError
+        found = json.loads(data, object_hook=_decoded)
+        if "error" in found:
+            return CallOutcome(failure=codec.read(RemoteFailure, found["error"]))
+        size = found.get("world_size")
+        if size is not None and not (type(size) is int and 0 < size <= MAX_WORLD_SIZE):
+            raise ValueError
+        if "pickled" in found:
+            return CallOutcome(pickled=str(found["pickled"])[:200], world_size=size)
+        return CallOutcome(found["value"], world_size=size)
+    except (ValueError, TypeError, LookupError, AttributeError, RecursionError) as error:
+        raise JobFailed(f"the result of rank {rank} is malformed") from error
+
+
+def from_pickle(data: bytes, rank: int) -> CallOutcome:
+    """Return the outcome in a rank's pickle; this runs code that the pickle names.
+
+    Raises:
+        JobFailed: the outcome cannot be unpickled on this machine.
+    """
+    try:
+        outcome = pickle.loads(data)  # noqa: S301 - the caller trusts the writer
+    except Exception as error:  # a class's own code runs here and may raise any exception
+        raise JobFailed(
+            f"the result of rank {rank} cannot be read here: {type(error).__name__}: {error}"
+        ) from error
+    if not isinstance(outcome, CallOutcome):
+        raise JobFailed(f"the result of rank {rank} is malformed")
+    return outcome
+
+
+def read_outcome(job_dir: Path, rank: int, attempt: int) -> CallOutcome | None:
+    """Return a rank's outcome from the user's own directory; None if that rank wrote none.
+
+    Args:
+        job_dir: the job's directory, which only its owner can write.
+        rank: rank of the worker.
+        attempt: number of the job's attempt.
+
+    Raises:
+        JobFailed: the outcome cannot be read.
+    """
+    folder = job_dir / OUTCOMES
+    try:
+        found = from_json((folder / outcome_name(rank, attempt)).read_bytes(), rank)
+        if found.failure is None and not found.pickled:
+            return found
+        pickled = (folder / outcome_name(rank, attempt, "pkl")).read_bytes()
+    except OSError:
+        return None
+    return from_pickle(pickled, rank)
+
+
+class ReturnValue:
+    """A Hydra callback that writes the value of each rank; Hydra calls `on_job_end`.
+
+    It has no base class, so that this module does not import Hydra.
+    """
+
+    def on_job_end(self, job_return: Any, **_: Any) -> None:
+        """Write the value that the function returned; an exception ends the worker anyway."""
+        environ = os.environ
+        if environ.get(contract.JOB_DIR) and job_return.status.name == "COMPLETED":
+            write_value(
+                Path(environ[contract.JOB_DIR]),
+                int(environ.get("RANK", "0")),
+                attempt=this_node.read_attempt(environ),
+                value=job_return.return_value,
+            )
+
+    def __getattr__(self, name: str) -> Callable[..., None]:
+        if name.startswith("on_"):
+            return lambda **_: None
+        raise AttributeError(name)
 
 
 if __name__ == "__main__":

@@ -9,12 +9,10 @@ older ones are removed when the new one is on disk. No pickle is executed.
 from __future__ import annotations
 
 import contextlib
-import itertools
 import os
 import pickle
 import re
 import shutil
-import time
 import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -26,7 +24,6 @@ _NAME = re.compile(r"(?P<number>\d{8,12})\.step(?P<step>\d{1,18})", re.ASCII)
 _UNFINISHED = ".saving"  # the checkpoint that is being written
 _STATE = "state.pt"
 _METADATA = ".metadata"  # of torch.distributed.checkpoint: where each tensor is, as a pickle
-_CACHE_TIMEOUT = 5.0  # seconds
 # The classes of that metadata, besides torch's data types.
 _ALLOWED = {
     "torch": {"Size", "device"},
@@ -81,8 +78,6 @@ class Checkpoint:
             raise UsageError(f"load of a checkpoint with sharded={self._sharded} {what}")
 
         def read() -> Any:
-            if not self._context.is_main:
-                _wait_for(path)
             if self._sharded:
                 return _load_parts(path, into, weights_only=weights_only)
             import torch
@@ -91,11 +86,9 @@ class Checkpoint:
 
         problem: Exception | None = None
         saved = self._found() if self._context.is_main else []
-        for index in itertools.count():
-            chosen = saved[index] if index < len(saved) else (-1, -1)
+        for index in range(self._context.reduce(len(saved), "max")):
+            chosen = saved[index] if saved else (0, 0)
             number, step = (self._context.reduce(each, "max") for each in chosen)
-            if number < 0:
-                break
             path = self._directory / _name(number, step)
             failed, state, error = self._try(read)
             if not failed:
@@ -126,12 +119,9 @@ class Checkpoint:
         if type(step) is not int or not 0 <= step < 10**18:
             raise UsageError(f"step {step!r}: must be a whole number from 0")
 
-        def write() -> None:
-            save = _save_parts if self._sharded else _save_whole
-            save(self._unfinished, state)
-
+        save = _save_parts if self._sharded else _save_whole
         self._together(step, self._begin)
-        self._together(step, write, all_ranks=self._sharded)
+        self._together(step, lambda: save(self._unfinished, state), all_ranks=self._sharded)
         self._together(step, lambda: self._finish(step))
         self.step = step
 
@@ -140,8 +130,7 @@ class Checkpoint:
         if not self._directory.is_dir():
             self._directory.mkdir(parents=True, exist_ok=True)
             _sync(self._directory.parent)
-        if self._unfinished.exists():
-            shutil.rmtree(self._unfinished)
+        shutil.rmtree(self._unfinished, ignore_errors=True)
         self._unfinished.mkdir()
 
     def _finish(self, step: int) -> None:
@@ -196,13 +185,6 @@ def _sync(directory: Path) -> None:
         os.close(descriptor)
 
 
-def _wait_for(path: Path) -> None:
-    """Wait a few seconds for a checkpoint that rank 0 sees: another node's cache may be older."""
-    until = time.monotonic() + _CACHE_TIMEOUT
-    while not path.exists() and time.monotonic() < until:
-        time.sleep(0.1)
-
-
 def _save_whole(directory: Path, state: Any) -> None:
     import torch
 
@@ -239,10 +221,7 @@ def _load_parts(directory: Path, into: Any, *, weights_only: bool) -> Any:
     class Reader(checkpoint.FileSystemReader):  # type: ignore[misc]
         def read_metadata(self, *_: Any, **__: Any) -> Any:
             with (directory / _METADATA).open("rb") as stream:
-                metadata = _Unpickler(stream).load()
-            if metadata.storage_meta is not None:
-                metadata.storage_meta.load_id = self.load_id
-            return metadata
+                return _Unpickler(stream).load()
 
     class Planner(checkpoint.DefaultLoadPlanner):  # type: ignore[misc]
         def load_bytes(self, read_item: Any, value: Any) -> None:

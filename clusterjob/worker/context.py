@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import ctypes
 import math
 import numbers
 import os
@@ -17,13 +18,12 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from clusterjob.errors import UsageError
-from clusterjob.node import program
+from clusterjob.node import contract, program
 from clusterjob.node.environments import this_node
 from clusterjob.node.verdict import PREEMPTED_EXIT_CODE
 from clusterjob.node.workers import torch_patches
-from clusterjob.worker import preemption, process
+from clusterjob.worker import preemption
 from clusterjob.worker.checkpoint import Checkpoint
-from clusterjob.worker.store import GroupStore
 
 if TYPE_CHECKING:
     import torch
@@ -38,7 +38,7 @@ _OPERATIONS: dict[str, Callable[[list[int | float]], int | float]] = {
 }  # fmt: skip
 
 
-@dataclass(kw_only=True, eq=False, repr=False)
+@dataclass(kw_only=True, eq=False)
 class Context:
     """One process's rank, device and process group; `bootstrap.init` creates it.
 
@@ -74,21 +74,17 @@ class Context:
     master_addr: str | None = None
     master_port: int | None = None
     backend: str | None = field(default=None, init=False)
-    _group: Any = field(default=None, init=False)
+    _group: Any = field(default=None, init=False, repr=False)
     # The backend that serves each device type.
-    _devices: dict[str, str] = field(default_factory=dict, init=False)
-    _owned: bool = field(default=False, init=False)  # whether leaving destroys the group
-    _store: GroupStore | None = field(default=None, init=False)  # by which the group was formed
+    _devices: dict[str, str] = field(default_factory=dict, init=False, repr=False)
+    # Whether leaving destroys the group.
+    _owned: bool = field(default=False, init=False, repr=False)
+    # The `GroupStore` by which the group was formed.
+    _store: Any = field(default=None, init=False, repr=False)
     # A forked child inherits this context and must not leave the parent's group.
-    _pid: int = field(default_factory=os.getpid, init=False)
-    _depth: int = field(default=0, init=False)
-    _beat_at: float = field(default=0.0, init=False)
-
-    def __repr__(self) -> str:
-        return (
-            f"Context(rank={self.rank}, world_size={self.world_size}, "
-            f"backend={self.backend!r}, device={str(self.device)!r})"
-        )
+    _pid: int = field(default_factory=os.getpid, init=False, repr=False)
+    _depth: int = field(default=0, init=False, repr=False)
+    _beat_at: float = field(default=0.0, init=False, repr=False)
 
     @property
     def is_main(self) -> bool:
@@ -112,18 +108,18 @@ class Context:
         ends_well = error is None or (isinstance(error, SystemExit) and error.code in (None, 0))
         leave(failed=not ends_well)
 
-    def join_group(self, *, owned: bool, store: GroupStore | None = None) -> None:
+    def join_group(self, *, owned: bool, store: Any = None) -> None:
         """Use torch's default process group as this context's group.
 
         Args:
             owned: whether leaving the context destroys the group; False for a group that the
                 script created itself.
-            store: the store by which it was formed; None if another one was used.
+            store: the `GroupStore` by which it was formed; None if another one was used.
         """
         import torch.distributed as dist
 
         self._group = dist.group.WORLD
-        self._owned, self._store = owned, store or self._store
+        self._owned, self._store = owned, store
         state.grouped = True
         # Such as "cpu:gloo,cuda:nccl"; get_backend() is "undefined" if torch chose the backend.
         self._devices = dict(part.split(":", 1) for part in dist.get_backend_config().split(","))
@@ -131,32 +127,28 @@ class Context:
 
     def holds_group(self) -> bool:
         """Return whether this context's group is still torch's default process group."""
-        if self._group is None:
-            return False
         import torch.distributed as dist
 
-        return dist.is_initialized() and dist.group.WORLD is self._group
+        return self._group is not None and dist.is_initialized() and dist.group.WORLD is self._group
 
-    def close(self, *, failed: bool) -> bool:
+    def close(self, *, failed: bool) -> None:
         """Close this context, and leave the process group if this context owns it.
 
         Args:
             failed: whether this process ends in the middle of its work and must not wait for other
                 processes.
-
-        Returns:
-            Whether threads of the group may still run.
         """
         if os.getpid() != self._pid:
-            return False
+            return
         if self._store is not None and not failed:
-            self._store.await_joined()
+            self._store.await_formed()
         self._store = None  # rank 0 may serve it
         joined, leaving = self._group is not None, self._owned and self.holds_group()
         self._group = None
         if leaving and failed and self.world_size > 1:
-            process.call_within(_ABANDON_TIMEOUT, self._abandon, device=self.device)
-            return True
+            _call_within(_ABANDON_TIMEOUT, self._abandon, device=self.device)
+            state.abandoned = True
+            return
         if leaving:
             import torch.distributed as dist
 
@@ -164,7 +156,6 @@ class Context:
         if joined:
             # Objects that hold the destroyed group, such as a DDP model, keep gloo's threads alive.
             torch_patches.wait_for_gloo()
-        return False
 
     def _abandon(self) -> None:
         """Leave the group during a collective, without waiting for peers that may have ended.
@@ -181,7 +172,8 @@ class Context:
         if self.backend == "nccl" and abort is not None:
             abort()
         else:
-            process.keep_for_ever([dist.group.WORLD, *c10d._world.pg_map])
+            for group in (dist.group.WORLD, *c10d._world.pg_map):
+                ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))  # it never runs
             dist.destroy_process_group()
 
     def barrier(self) -> None:
@@ -191,15 +183,13 @@ class Context:
             UsageError: the context was shut down, or there are other processes and no process
                 group.
         """
-        if not self._can_communicate():
-            return
-        import torch.distributed as dist
+        if self._can_communicate():
+            import torch.distributed as dist
 
-        # Without a device NCCL's barrier guesses one, warns, and may create a CUDA context on
-        # another process's GPU.
-        dist.barrier(
-            device_ids=[self.device.index] if self._devices.get("cuda") == "nccl" else None
-        )
+            # Without a device NCCL's barrier guesses one, warns, and may create a CUDA context on
+            # another process's GPU.
+            is_nccl = self._devices.get("cuda") == "nccl"
+            dist.barrier(device_ids=[self.device.index] if is_nccl else None)
 
     def reduce(self, value: Any, op: str = "mean") -> Any:
         """Combine one value from each process and return the result to all of them.
@@ -233,8 +223,11 @@ class Context:
 
         if isinstance(value, torch.Tensor):
             return self._reduce_tensor(value, op, grouped=grouped)
-        number = _plain_number(value)
-        return _combine(self._gather(number) if grouped else [number], op)
+        if not isinstance(value, numbers.Real):  # numpy's numbers and bool are
+            raise UsageError(f"reduce takes a number or a tensor, not {type(value).__name__}")
+        number = int(value) if isinstance(value, numbers.Integral) else float(value)
+        values = self._gather(number) if grouped else [number]
+        return math.nan if any(map(math.isnan, values)) else _OPERATIONS[op](values)
 
     def print(self, *values: object, **options: Any) -> None:
         """Print on rank 0 only, and flush, so that the line appears at once.
@@ -317,7 +310,7 @@ class Context:
         Processes may see the warning at different steps. To leave at the same step they must agree:
         ``ctx.reduce(ctx.preempted, "max")``.
         """
-        return preemption.warned(self._pid)
+        return preemption.watch().warned(self._pid)
 
     def on_preempt(self, callback: Callable[[], object]) -> None:
         """Call a function once when the preemption warning arrives.
@@ -333,7 +326,7 @@ class Context:
         Raises:
             UsageError: this is not the main thread of the process that called `init`.
         """
-        preemption.call_when_warned(callback, self._pid)
+        preemption.watch().call_when_warned(callback, self._pid)
 
     def requeue(self) -> NoReturn:
         """Leave the process group and exit with code 75, so that the job is requeued.
@@ -346,15 +339,15 @@ class Context:
             SystemExit: always.
         """
         # Report first: peers may fail as soon as this process leaves.
-        process.report(
+        report(
             "WorkerFailing",
             monotonic=time.monotonic(),
             message="left to be queued again",
             exit_code=PREEMPTED_EXIT_CODE,
             kind="preempted",
         )
-        if not process.call_within(_ABANDON_TIMEOUT, lambda: leave(failed=False), self.device):
-            atexit.register(process.end_process, PREEMPTED_EXIT_CODE)  # the group is stuck
+        if not _call_within(_ABANDON_TIMEOUT, lambda: leave(failed=False), self.device):
+            atexit.register(_end_process, PREEMPTED_EXIT_CODE)  # the group is stuck
         raise SystemExit(PREEMPTED_EXIT_CODE)
 
     def heartbeat(self, step: int | None = None) -> None:
@@ -409,11 +402,9 @@ class Context:
         import torch.distributed as dist
 
         exact = not (value.is_floating_point() or value.is_complex())
-        work_type = result_type = value.dtype
-        if exact:
-            work_type = torch.int64  # gloo does not support bool and int16
-        elif value.is_floating_point() and value.element_size() < 4:
-            work_type = torch.float32
+        # gloo does not support bool and int16.
+        work_type = torch.int64 if exact else torch.promote_types(value.dtype, torch.float32)
+        result_type = value.dtype
         if exact and op == "mean":
             result_type = torch.get_default_dtype()
         elif op == "sum" and value.dtype == torch.bool:
@@ -448,10 +439,9 @@ class Context:
         )
         parts = [torch.empty_like(own) for _ in range(self.world_size)]
         dist.all_gather(parts, own)
-        rows: list[list[int]] = torch.stack(parts).tolist()
         return [
             word if is_int else struct.unpack("=d", struct.pack("=q", word))[0]
-            for is_int, word in rows
+            for is_int, word in torch.stack(parts).tolist()
         ]
 
     def _exchange_device(self) -> torch.device:
@@ -461,18 +451,23 @@ class Context:
         return torch.device("cpu") if "cpu" in self._devices else self.device
 
 
-def _plain_number(value: Any) -> int | float:
-    if isinstance(value, numbers.Integral):  # also numpy's integers and bool
-        return int(value)
-    if isinstance(value, numbers.Real):
-        return float(value)
-    raise UsageError(f"reduce takes a number or a tensor, not {type(value).__name__}")
+# -- messages to the agent -------------------------------------------------------------------------
 
 
-def _combine(values: list[int | float], op: str) -> int | float:
-    # Only NaN differs from itself.
-    not_a_number = [value for value in values if value != value]  # noqa: PLR0124
-    return not_a_number[0] if not_a_number else _OPERATIONS[op](values)
+def is_worker() -> bool:
+    """Return whether an agent has started this process; False in a worker's children."""
+    return os.environ.get(contract.REPORT_FD, "").rpartition(":")[2] == str(os.getpid())
+
+
+def report(type_: str, **fields: Any) -> None:
+    """Write a message to the agent that has started this process; do nothing without one.
+
+    Args:
+        type_: the name of the message, see `clusterjob.node.workers.forkserver_messages`.
+        **fields: its fields without the local rank.
+    """
+    if is_worker():
+        torch_patches.send(type_, **fields)
 
 
 # -- the end of this process -----------------------------------------------------------------------
@@ -510,7 +505,7 @@ def leave(*, failed: bool) -> None:
     """
     context, state.context = state.context, None
     if context is not None:
-        state.abandoned |= context.close(failed=failed)
+        context.close(failed=failed)
 
 
 def watch() -> None:
@@ -528,7 +523,7 @@ def watch() -> None:
     def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         own = os.getpid() == pid and threading.current_thread() is threading.main_thread()
         if own:
-            process.report(
+            report(
                 "WorkerFailing",
                 monotonic=time.monotonic(),
                 message=program.summary(error)[:_MAX_MESSAGE],
@@ -541,6 +536,46 @@ def watch() -> None:
             leave(failed=True)
             # After a KeyboardInterrupt the interpreter itself ends the process, by SIGINT.
             if state.abandoned and kind is not KeyboardInterrupt:
-                process.end_process(1)
+                _end_process(1)
 
     sys.excepthook = hook
+
+
+def _end_process(exit_code: int) -> None:
+    """Exit like the interpreter, but skip its finalisation.
+
+    Threads of an abandoned group still hold tensors. A thread that releases a tensor during
+    finalisation aborts the process with SIGABRT ("terminate called without an active exception"),
+    which then hides the real failure (pytorch#179291; with torch 2.13 in 1 of 15 runs).
+    """
+    atexit.unregister(_end_process)  # this call may itself be an exit function
+    try:
+        getattr(threading, "_shutdown", lambda: None)()  # waits for the non-daemon threads
+        atexit._run_exitfuncs()
+        for stream in filter(None, (sys.stdout, sys.stderr)):
+            stream.flush()
+        ctypes.CDLL(None).fflush(None)  # output of C libraries, such as NCCL's log
+    finally:
+        os._exit(exit_code)
+
+
+def _call_within(seconds: float, function: Callable[[], None], device: Any) -> bool:
+    """Call a function on a daemon thread, and return whether it ended in time.
+
+    Args:
+        seconds: maximum time to wait for its end.
+        function: the function; it may leave a process group.
+        device: the torch device of this process: a new thread's current device is cuda:0.
+    """
+
+    def call() -> None:
+        if device.type != "cpu":
+            import torch
+
+            getattr(torch, device.type).set_device(device)
+        function()
+
+    thread = threading.Thread(target=call, daemon=True, name="clusterjob-leave")
+    thread.start()
+    thread.join(seconds)
+    return not thread.is_alive()

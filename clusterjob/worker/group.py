@@ -1,24 +1,145 @@
-"""Make a worker's process group, or adopt the script's own, and return its context."""
+"""Find a worker's rank, make its process group or adopt the script's own, return its context."""
 
 from __future__ import annotations
 
+import itertools
+import os
 import socket
 import sys
 from datetime import timedelta
 from typing import Any
 
 from clusterjob.errors import PlacementError, RendezvousError, UsageError
-from clusterjob.node.environments import slurm_env
-from clusterjob.node.environments.topology import Finding, Worker
+from clusterjob.node.environments import families, slurm_env, this_node, worker_variables
+from clusterjob.node.environments.topology import Finding, Topology, Worker, candidate_ports
 from clusterjob.node.system import network, processes
 from clusterjob.node.workers import torch_patches
 from clusterjob.worker import rendezvous
 from clusterjob.worker.context import Context, state, watch
-from clusterjob.worker.store import GroupStore, open_store
+from clusterjob.worker.rendezvous import GroupStore
 
 BACKENDS = ("nccl", "gloo")
+_NEEDED = ("RANK", "WORLD_SIZE")  # of an assignment that the script gives
+_rounds = itertools.count()  # groups of this process for which it has computed a port
 # Launchers that give ranks but no nodes: the processes count the nodes by their hosts.
 _NODES_UNKNOWN = frozenset(("openmpi", "hydra", "mvapich2", "flux"))
+
+
+# -- the rank --------------------------------------------------------------------------------------
+
+
+def find_rank(given: dict[str, str], *, checked: bool = True) -> Finding:
+    """Return this process's rank assignment.
+
+    The placement of the finding is a `Worker`, or None for a world of one.
+
+    Args:
+        given: the assignment that the script gives to init, under torch's variable names.
+        checked: whether to raise conflicts. An unchecked finding may be incomplete: it is for a
+            script that has made its own process group, whose ranks are used.
+
+    Raises:
+        UsageError: rank or world_size is missing in `given`.
+        PlacementError: the environment is incomplete, contradictory, or gives a node only.
+    """
+    if given and not given.keys() >= {*_NEEDED}:
+        raise UsageError(
+            f"init was given {', '.join(name.lower() for name in given)}: "
+            "rank and world_size are both required"
+        )
+    if given.get("WORLD_SIZE") == "1" and given["RANK"] == given.get("LOCAL_RANK", "0") == "0":
+        return Finding("arguments")
+    # Given ranks are read like torch's variables; the variables of other families are ignored.
+    if given:
+        finding = families.read_torch(os.environ | (_complete(given) if checked else given))
+    else:
+        finding = this_node.detect(this_node.look_up(os.environ))
+    if not checked:
+        return finding
+    placement = finding.check().placement
+    if (
+        finding.source == slurm_env.SOURCE
+        and placement is not None
+        and (isinstance(placement, Worker) or placement.nproc_per_node in (None, 1))
+    ):
+        placement = finding.placement = slurm_env.as_worker(placement, os.environ)
+    if isinstance(placement, Topology):
+        is_rank = finding.evidence.get("node_rank") == "RANK"
+        raise PlacementError(
+            f"the environment ({finding.source}) gives a node rank, not a process rank"
+            f"{' (LOCAL_RANK is not set, so that RANK counts nodes)' if is_rank else ''}: "
+            "start the processes with a launcher, such as `clusterjob launch SCRIPT`",
+            "`clusterjob env` shows each variable and the detected environment",
+        )
+    if placement is not None and finding.evidence.get("master_addr") == families.MPIRUN_ADDRESS:
+        address = placement.topology.master_addr
+        if placement.rank == 0 and not network.is_own(address):
+            raise PlacementError(
+                f"rank 0 does not run on mpirun's host {address}, and MASTER_ADDR is not set",
+                "set MASTER_ADDR to rank 0's machine: mpirun -x MASTER_ADDR=...",
+            )
+    if given:
+        finding.source = "arguments"
+    return finding
+
+
+def _complete(given: dict[str, str]) -> dict[str, str]:
+    """Complete a given assignment if all ranks are on this machine.
+
+    They are if the master address is loopback, or is not set and multiprocessing has started them.
+    """
+    variables = {name: value for name, value in os.environ.items() if value} | given
+    if variables.keys().isdisjoint(("MASTER_ADDR", "MASTER_PORT")):
+        import multiprocessing
+
+        on_several = any(given.get(f"LOCAL_{name}", given[name]) != given[name] for name in _NEEDED)
+        if on_several or multiprocessing.parent_process() is None:
+            return given
+        # Only the children of one parent have its key, so that they alone compute this port.
+        key = f"{multiprocessing.current_process().authkey.hex()} {os.getppid()}"
+        port = candidate_ports(key, next(_rounds))[0]
+        given = given | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    elif (
+        not network.is_loopback(variables.get("MASTER_ADDR", ""))
+        or "LOCAL_RANK" in variables
+        or "LOCAL_WORLD_SIZE" in variables
+    ):
+        return given
+    return given | {
+        "LOCAL_RANK": given["RANK"],
+        "LOCAL_WORLD_SIZE": given["WORLD_SIZE"],
+        "GROUP_RANK": "0",
+        "GROUP_WORLD_SIZE": "1",
+    }
+
+
+def prepare(finding: Finding) -> None:
+    """Set default variables for torch in a process without an agent, unless they are set.
+
+    These are the network interface, and this process's share of the cores (OMP_NUM_THREADS). Child
+    processes inherit all of them.
+
+    Args:
+        finding: this process's rank assignment.
+    """
+    worker = finding.placement
+    if not isinstance(worker, Worker) or finding.source == "clusterjob":
+        return
+    threads = worker_variables.thread_defaults(
+        os.environ, worker.local_world_size, cpus_per_task=None
+    )
+    os.environ.update(
+        threads
+        | worker_variables.quiet_defaults(
+            os.environ, worker.topology.master_addr, nnodes=worker.topology.nnodes
+        )
+    )
+    torch = sys.modules.get("torch")
+    if threads and torch is not None:  # torch has read the variable at its import
+        torch.set_num_threads(int(threads["OMP_NUM_THREADS"]))
+
+
+# -- the group -------------------------------------------------------------------------------------
 
 
 def make(
@@ -127,13 +248,13 @@ def _make_group(
     import torch.distributed as dist
 
     load_functional()
-    options: dict[str, Any] = {"backend": backend}
-    if timeout is not None:
-        options["timeout"] = timedelta(seconds=timeout)
-    if backend == "nccl":
-        # With a device, torch makes the communicator in this call: errors appear now, and barriers
-        # need not guess a device.
-        options["device_id"] = device
+    options: dict[str, Any] = {
+        "backend": backend,
+        "timeout": None if timeout is None else timedelta(seconds=timeout),
+        # With a device, torch makes NCCL's communicator in this call: errors appear now, and
+        # barriers need not guess a device.
+        "device_id": device if backend == "nccl" else None,
+    }
     if worker is None:
         dist.init_process_group(store=dist.HashStore(), rank=0, world_size=1, **options)
         return None
@@ -141,17 +262,15 @@ def _make_group(
     seconds = timeout or rendezvous.DEFAULT_TIMEOUT
     torch_patches.tell("rendezvous")
     try:
-        place = open_store(worker, seconds)
+        place = rendezvous.open_store(worker, seconds)
         own = rendezvous.own_facts(worker, device, backend=backend)
         rendezvous.join(place, own, timeout=seconds)
         with rendezvous.forming(place):
             dist.init_process_group(
                 store=place.torch_store, rank=worker.rank, world_size=worker.world_size, **options
             )
-        place.note_formed()
     except RuntimeError as error:  # torch's DistError is a RuntimeError
-        topology = worker.topology
-        store_address = network.with_port(topology.master_addr, topology.master_port or 0)
+        store_address = network.with_port(*rendezvous.address_of(worker))
         reason = f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
         raise RendezvousError(
             f"rank {worker.rank} of {worker.world_size} could not form the process group "

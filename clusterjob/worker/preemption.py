@@ -28,31 +28,6 @@ _INTERVAL = 1.0  # seconds between two polls of the warning file
 BY_SIGNALS = "none"
 # The signal by which the waiting thread interrupts the main thread: libraries use the first ones.
 _WAKE = signal.SIGRTMIN + 10 if hasattr(signal, "SIGRTMIN") else signal.SIGUSR2
-_OF_A_CHILD: dict[int, Any] = {signal.SIGUSR1: signal.SIG_IGN}  # else the default
-
-
-def warned(pid: int) -> bool:
-    """Return whether the warning has arrived; on the main thread, call the functions first.
-
-    Args:
-        pid: pid of the process that called `init`. Its children keep their signal handlers:
-            SIGTERM ends them.
-    """
-    if os.getpid() == pid and _on_main_thread():
-        _watch().arm()
-    return _watch().poll()
-
-
-def call_when_warned(callback: Callable[[], object], pid: int) -> None:
-    """Call a function on the main thread when the warning arrives, or now if it has arrived.
-
-    Raises:
-        UsageError: this is not the main thread of the process `pid`.
-    """
-    if os.getpid() != pid or not _on_main_thread():
-        raise UsageError("on_preempt: only the main thread of the process that called init may")
-    _watch().arm()
-    _watch().add(callback)
 
 
 def _on_main_thread() -> bool:
@@ -67,12 +42,12 @@ def _ask(pipe: int, seconds: float) -> tuple[bool, bool]:
     return bool(events & select.POLLIN), bool(events & ~select.POLLIN)
 
 
-class _Watch:
+class Watch:
     """The preemption warning of this process: its sources and its callbacks."""
 
     def __init__(self) -> None:
         self._handlers: dict[int, Any] = {}  # those that `arm` has installed, by signal
-        self._seen = self._terminated_once = self._calling = False
+        self._seen = self._calling = False
         self._next_poll = 0.0
         self._callbacks: list[Callable[[], object]] = []
         self._thread: threading.Thread | None = None  # waits for the warning
@@ -84,9 +59,36 @@ class _Watch:
                 self._pipe = int(descriptor)
         self._job_dir = Path(os.environ.get(contract.JOB_DIR) or os.devnull)
 
+    def warned(self, pid: int) -> bool:
+        """Return whether the warning has arrived; on the main thread, call the functions first.
+
+        Args:
+            pid: pid of the process that called `init`. Its children keep their signal handlers:
+                SIGTERM ends them.
+        """
+        if os.getpid() == pid and _on_main_thread():
+            self._arm()
+        return self._poll()
+
+    def call_when_warned(self, callback: Callable[[], object], pid: int) -> None:
+        """Call a function on the main thread when the warning arrives, or now if it has arrived.
+
+        Raises:
+            UsageError: this is not the main thread of the process `pid`.
+        """
+        if os.getpid() != pid or not _on_main_thread():
+            raise UsageError("on_preempt: only the main thread of the process that called init may")
+        self._arm()
+        self._callbacks.append(callback)
+        if not self._poll() and self._thread is None:
+            self._thread = threading.Thread(
+                target=self._wait, daemon=True, name="clusterjob-warning"
+            )
+            self._thread.start()
+
     # -- sources of the warning ------------------------------------------------------------------
 
-    def arm(self) -> None:
+    def _arm(self) -> None:
         """Handle the scheduler's signals, unless the script handles them itself."""
         if self._handlers:
             return
@@ -99,20 +101,16 @@ class _Watch:
             if signal.getsignal(number) is signal.SIG_DFL:
                 signal.signal(number, handler)
 
-    def poll(self) -> bool:
-        """Return whether the warning has arrived; on the main thread, call the callbacks first."""
-        if not self._seen:
-            self._seen = self._file_exists() if self._pipe is None else _ask(self._pipe, 0)[0]
+    def _poll(self) -> bool:
+        if self._pipe is not None:
+            self._seen = self._seen or _ask(self._pipe, 0)[0]
+        elif not self._seen and time.monotonic() >= self._next_poll:
+            self._next_poll = time.monotonic() + _INTERVAL
+            attempt = this_node.read_attempt(os.environ)
+            self._seen = ends.warning_file(self._job_dir, attempt).exists()
         if self._seen and _on_main_thread():
             self._call()
         return self._seen
-
-    def _file_exists(self) -> bool:
-        now = time.monotonic()
-        if now < self._next_poll:
-            return False
-        self._next_poll = now + _INTERVAL
-        return ends.warning_file(self._job_dir, this_node.read_attempt(os.environ)).exists()
 
     # -- signals ---------------------------------------------------------------------------------
 
@@ -122,10 +120,9 @@ class _Watch:
         While the workers are being stopped, the first SIGTERM ends the process too.
         """
         is_stopped = ends.cancelled(self._job_dir) if self._pipe is None else _ask(self._pipe, 0)[1]
-        if self._terminated_once or is_stopped:
-            signal.signal(number, signal.SIG_DFL)
+        signal.signal(number, signal.SIG_DFL)
+        if is_stopped:
             os.kill(os.getpid(), number)
-        self._terminated_once = True
         self._warned(number, frame)
 
     def _warned(self, _number: int, _frame: FrameType | None) -> None:
@@ -135,19 +132,11 @@ class _Watch:
     def _disarm_child(self) -> None:
         for number, handler in self._handlers.items():
             if signal.getsignal(number) == handler:
-                signal.signal(number, _OF_A_CHILD.get(number, signal.SIG_DFL))
+                is_usr1 = number == signal.SIGUSR1  # the scheduler may send it to all processes
+                signal.signal(number, signal.SIG_IGN if is_usr1 else signal.SIG_DFL)
         self._callbacks.clear()
 
     # -- callbacks -------------------------------------------------------------------------------
-
-    def add(self, callback: Callable[[], object]) -> None:
-        """Call a function when the warning arrives, or now if it has already arrived."""
-        self._callbacks.append(callback)
-        if not self.poll() and self._thread is None:
-            self._thread = threading.Thread(
-                target=self._wait, daemon=True, name="clusterjob-warning"
-            )
-            self._thread.start()
 
     def _call(self) -> None:
         if self._calling:
@@ -164,7 +153,7 @@ class _Watch:
 
         Nothing but a signal interrupts a blocking system call of the main thread.
         """
-        while not self.poll():
+        while not self._poll():
             if self._pipe is None:
                 time.sleep(_INTERVAL)
             elif _ask(self._pipe, _INTERVAL) == (False, True):
@@ -172,7 +161,5 @@ class _Watch:
         signal.pthread_kill(threading.main_thread().ident or 0, _WAKE)
 
 
-@functools.cache
-def _watch() -> _Watch:
-    # Not at the import: the forkserver imports this module for its workers.
-    return _Watch()
+# Not made at the import: the forkserver imports this module for its workers.
+watch = functools.cache(Watch)

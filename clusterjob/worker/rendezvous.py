@@ -1,43 +1,327 @@
 """Rendezvous of ranks over torch's store: check all ranks, and name missing or wrong ones.
 
-Each rank compares its facts with those of the first rank that joined, and the last one to join lets
-all go on. So each rank sends only a few requests to the store in a job of any size. Texts for all
-ranks are composed by the rank that claims a key first. An error is one line: torch alone waits half
-an hour or prints pages of C++ frames (pytorch#41665, nccl#1260).
+A launcher serves the store, or rank 0 serves it and the other ranks wait until rank 0 listens. Each
+rank compares its facts with those of the first rank that joined, and the last one to join lets all
+go on. So each rank sends only a few requests to the store in a job of any size. Texts for all ranks
+are composed by the rank that claims a key first. An error is one line: torch alone waits half an
+hour or prints pages of C++ frames (pytorch#41665, nccl#1260).
 """
 
 from __future__ import annotations
 
 import contextlib
-import itertools
+import errno
 import json
 import os
 import socket
+import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
+from datetime import timedelta
 from typing import Annotated, Any
 
-from clusterjob.errors import RanksMissingError, RendezvousError
+from clusterjob.errors import PlacementError, RanksMissingError, RendezvousError
+from clusterjob.node import contract
 from clusterjob.node.environments import this_node
 from clusterjob.node.environments.topology import Worker
-from clusterjob.node.system import codec
+from clusterjob.node.system import codec, network
 from clusterjob.node.system.codec import Limit
 from clusterjob.node.system.sanitize import sanitize
-from clusterjob.worker import process
-from clusterjob.worker.store import GroupStore, notice_time, polls, print_notice
+from clusterjob.node.workers import torch_patches
+from clusterjob.worker.context import report
 
 DEFAULT_TIMEOUT = 1800.0  # seconds, torch's default for gloo
-# Seconds by which a rank speaks later than the rank before it, which may be missing, and the most.
-_DEFERENCE, _MOST_DEFERENCE = 1.0, 5.0
+_ANSWER = 2.0  # seconds for a connection to the store, and for an answer to a new one
+_NO_ROUTE = (errno.ENETUNREACH, errno.EHOSTUNREACH, errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT)
+_NO_ROUTE_GRACE = 3.0  # seconds to wait for a network that starts, or a busy resolver
+_PARTING = 5.0  # seconds that a rank waits at its end until all ranks have the group
+_SHORTEST_PAUSE, _SHORT_PAUSE = 0.001, 0.04  # seconds between two polls
+_SIGNATURE = 64  # characters
+# Seconds before the first notice of a process that waits, and between later notices.
+_FIRST_NOTICE, _LATER_NOTICES = 4.0, 30.0
+# Rank 3 speaks 3 s later than rank 0, and so on: the ranks before it may give the answer.
+_MOST_DEFERENCE = 5.0
 _REFUSAL = 1.0  # seconds for which a rank 0 that serves the store lets others read the refusal
 _MAX_NAMED = 8  # ranks that one text names
 _MAX_ANSWER = 4000  # characters of a text that another process wrote
-# While torch forms the group: seconds after which a process reports that it is alive, which is
-# before the first notice, and seconds for the text of another rank after torch has given up.
-_ALIVE_AFTER, _OTHERS = 2.0, 1.0
+# Seconds after which a process reports that it is alive, before the first notice.
+_ALIVE_AFTER = 2.0
 _Text = Annotated[str, Limit(300, cuts=True)]
+_own: dict[tuple[int, str, int], Any] = {}  # rank 0's stores, by pid and address
+
+
+def print_notice(text: str) -> None:
+    """Write one line of clusterjob to stderr."""
+    print(f"clusterjob: {sanitize(text)}", file=sys.stderr, flush=True)
+
+
+def polls(longest: float, delay: float = 0.0) -> Iterator[tuple[float, int]]:
+    """Yield the seconds of a wait, and the number of a notice that is due, again and again.
+
+    Notices have the numbers 1, 2 and so on; 0 means that none is due.
+
+    Args:
+        longest: seconds of the longest pause between two polls.
+        delay: seconds from now to the begin of the wait.
+    """
+    begin, pause, notices = time.monotonic() + delay, _SHORTEST_PAUSE, 0
+    while True:
+        waited = time.monotonic() - begin
+        is_due = waited > _FIRST_NOTICE + notices * _LATER_NOTICES
+        notices += is_due
+        yield waited, notices if is_due else 0
+        time.sleep(pause)
+        pause = min(longest, pause * 1.5)
+
+
+# -- torch's store ---------------------------------------------------------------------------------
+
+
+class GroupStore:
+    """torch's store for one process group: torch's addresses, and signed values of the ranks.
+
+    torch's store lets any client write any value. Processes that clusterjob's agents start have a
+    key (CLUSTERJOB_STORE_KEY), which signs each value; under other launchers the key is empty. A
+    signature covers the value, its name and the index of the group.
+
+    Args:
+        whole: a client of the store.
+        worker: this process's rank assignment.
+        served: whether a launcher's agents serve the store.
+        number: index of the group among the groups over this store, from 0. The next group does
+            not accept the values of this group.
+
+    Attributes:
+        torch_store: the group's prefix of the store, in which torch exchanges addresses.
+    """
+
+    def __init__(self, whole: Any, worker: Worker, *, served: bool, number: int) -> None:
+        import torch.distributed as dist
+
+        # A launcher's store outlives a group and still holds its addresses. With the same keys
+        # torch would connect to them, so every group has its own prefix.
+        self.torch_store = dist.PrefixStore(f"clusterjob/{number}", whole)
+        self._values = dist.PrefixStore("rendezvous", self.torch_store)
+        self.worker, self.served = worker, served
+        self._whole, self._number = whole, number
+
+    def has(self, name: str) -> bool:
+        """Return whether a value was written."""
+        return bool(self._values.check([name]))
+
+    def count(self, name: str, more: int = 1) -> int:
+        """Increase a counter, which is not signed, and return it."""
+        return int(self._values.add(name, more))
+
+    def read(self, name: str) -> str:
+        """Return a value that was written.
+
+        Raises:
+            RendezvousError: its signature is wrong: no process of this job has written it.
+        """
+        return self._verify(name, self._values.get(name))
+
+    def offer(self, name: str, value: str = "") -> str:
+        """Write a value if there is none; return the stored value; see `read` for errors."""
+        signed = self._sign(name, value.encode()) + value
+        return self._verify(name, self._values.compare_set(name, "", signed))
+
+    def claim(self, name: str) -> bool:
+        """Return whether this rank is the first that claims a task."""
+        return self.offer(name, str(self.worker.rank)) == str(self.worker.rank)
+
+    def note(self, name: str) -> None:
+        """Add this rank to a list of ranks, which is not signed."""
+        self._values.append(name, f"{self.worker.rank} ")
+
+    def without(self, name: str) -> list[int]:
+        """Return the ranks that are not in a list."""
+        noted = {*self._values.get(name).split()} if self.has(name) else set()
+        return [rank for rank in range(self.worker.world_size) if b"%d" % rank not in noted]
+
+    def _sign(self, name: str, value: bytes) -> str:
+        import hashlib
+        import hmac
+
+        key = os.environ.get(contract.STORE_KEY, "").encode()
+        signed = b"\0".join((str(self._number).encode(), name.encode(), value))
+        return hmac.new(key, signed, hashlib.sha256).hexdigest()
+
+    def _verify(self, name: str, data: bytes) -> str:
+        import hmac
+
+        signature, value = data[:_SIGNATURE], data[_SIGNATURE:]
+        if not hmac.compare_digest(signature, self._sign(name, value).encode()):
+            raise RendezvousError(
+                f"{name!r} in torch's store was written by no process of this job",
+                "another program writes to MASTER_ADDR:MASTER_PORT; "
+                "`ss -tnp` shows who is connected there",
+            )
+        return value.decode()
+
+    def reconnect(self) -> GroupStore:
+        """Return the same over a new connection: torch's waiting request blocks the first one.
+
+        Raises:
+            OSError: the store cannot be reached any more.
+            RuntimeError: torch's error.
+        """
+        network.connect(
+            *address_of(self.worker), timeout=_ANSWER
+        ).close()  # torch's error is a page
+        connect = _launcher_store if self.served else _client
+        whole = connect(self.worker, timedelta(seconds=_ANSWER))
+        return GroupStore(whole, self.worker, served=self.served, number=self._number)
+
+    def note_formed(self) -> None:
+        """Count the group, so that the next group gets another prefix in all processes."""
+        counter = _counter(self.worker.rank)
+        with contextlib.suppress(RuntimeError):  # rank 0 may have the group too, and have ended
+            self._whole.add(counter, self._number + 1 - self._whole.add(counter, 0))
+            self.note("formed")
+            self.count("all formed")
+
+    def await_formed(self) -> None:
+        """Wait up to 5 s until all ranks have the group, which needs this rank and the store.
+
+        A rank that left would break the connections of one that still forms the group.
+        """
+        with contextlib.suppress(RuntimeError):  # torch's error for a store that has ended
+            for waited, _ in polls(_SHORT_PAUSE):
+                if self.count("all formed", 0) >= self.worker.world_size or waited > _PARTING:
+                    return
+
+
+def open_store(worker: Worker, timeout: float) -> GroupStore:
+    """Return the store in which the processes exchange their addresses.
+
+    Args:
+        worker: this process's rank assignment.
+        timeout: seconds to wait for rank 0.
+
+    Raises:
+        PlacementError: the environment has no port of rank 0.
+        RendezvousError: the address does not resolve, there is no route to it, its port is taken,
+            or rank 0 does not listen in time.
+        RuntimeError: torch's error about a launcher's store.
+    """
+    if worker.topology.master_port is None:
+        raise PlacementError(
+            f"the environment ({worker.topology.source}) has no port of rank 0: set MASTER_PORT"
+        )
+    served, wait = _is_served(worker), timedelta(seconds=timeout)
+    if served:
+        store = _launcher_store(worker, wait)
+    elif worker.rank:
+        _await_listener(worker, timeout)
+        store = _client(worker, wait)
+    else:
+        store = _serve(worker, wait)
+    # The store counts the groups, because a process may be newer than the first group, such as the
+    # children of one trial of a sweep. Rank 0 is in every group; other ranks use its count.
+    number = max(store.add(_counter(rank), 0) for rank in (worker.rank, 0))
+    return GroupStore(store, worker, served=served, number=number)
+
+
+def address_of(worker: Worker) -> tuple[str, int]:
+    """Return host and port of the store; port 0 if it is unknown."""
+    return worker.topology.master_addr, worker.topology.master_port or 0
+
+
+def _counter(rank: int) -> str:
+    """Return the key of the store that holds the number of a rank's next group."""
+    return f"clusterjob/next/{rank}"
+
+
+def _client(worker: Worker, wait: timedelta) -> Any:
+    import torch.distributed as dist
+
+    return dist.TCPStore(*address_of(worker), is_master=False, wait_for_workers=False, timeout=wait)
+
+
+def _serve(worker: Worker, wait: timedelta) -> Any:
+    """Return rank 0's store; its socket is bound before, because torch's own errors are pages."""
+    import torch.distributed as dist
+
+    host, port = address_of(worker)
+    address = os.getpid(), host, port
+    if address in _own:
+        _own[address].set_timeout(wait)
+        return _own[address]
+    try:
+        listener = network.listen_at(host, port, backlog=4096)
+    except OSError as error:
+        raise RendezvousError(
+            f"rank 0 on {socket.gethostname()} (pid {os.getpid()}) "
+            f"cannot listen at {network.with_port(host, port)}: {error.strerror or error}",
+            "set MASTER_PORT to another port"
+            if error.errno == errno.EADDRINUSE
+            else "set MASTER_ADDR to rank 0's machine",
+        ) from error
+    store = dist.TCPStore(
+        host,
+        port,
+        is_master=True,
+        wait_for_workers=False,
+        timeout=wait,
+        master_listen_fd=listener.detach(),
+    )
+    if torch_patches.has_agent_variables():
+        # Under clusterjob's agents a destroyed group keeps its store, so the port stays in use.
+        _own[address] = store
+    return store
+
+
+def _is_served(worker: Worker) -> bool:
+    """Return whether a launcher's agents serve a store at the master's port."""
+    host, port = address_of(worker)
+    named = os.environ.get("MASTER_ADDR", "").strip(" []"), os.environ.get("MASTER_PORT")
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True" or named != (host, str(port)):
+        return False
+    # A script may set another master than clusterjob's agents.
+    return (
+        not torch_patches.has_agent_variables() or torch_patches.served_at(host, port) is not None
+    )
+
+
+def _launcher_store(worker: Worker, wait: timedelta) -> Any:
+    """Return a connection to the launcher's store, with the prefix that an older torch adds."""
+    import torch.distributed as dist
+
+    return next(dist.rendezvous("env://", worker.rank, worker.world_size, timeout=wait))[0]
+
+
+def _await_listener(worker: Worker, timeout: float) -> None:
+    """Wait until rank 0 listens at its port; one rank of each node prints the error meanwhile.
+
+    Raises:
+        RendezvousError: rank 0 cannot be reached.
+    """
+    host, port = address_of(worker)
+    for waited, notice in polls(_SHORT_PAUSE):
+        try:
+            network.connect(host, port, timeout=_ANSWER).close()
+            return
+        except OSError as error:
+            reason = error.strerror or str(error)
+            lost = isinstance(error, socket.gaierror) or error.errno in _NO_ROUTE
+        text = (
+            f"rank {worker.rank} on {socket.gethostname()} "
+            f"cannot reach rank 0 at {network.with_port(host, port)}: {reason}"
+        )
+        if waited > timeout or (lost and waited > _NO_ROUTE_GRACE):
+            raise RendezvousError(
+                f"{text}; gave up after {waited:.0f} s",
+                "check MASTER_ADDR and MASTER_PORT: they must be rank 0's",
+            )
+        # All wait for rank 0, which is the first of its node.
+        if notice and (worker.local_rank == 0 or worker.rank == 1):
+            print_notice(f"{text}; {waited:.0f} s so far")
+
+
+# -- facts ----------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -178,36 +462,31 @@ def join(store: GroupStore, own: Facts, timeout: float) -> None:
     try:
         _enter(store, own)
         _await_answer(store, own, timeout)
-        answer = json.loads(store.read("go"))
+        refused, hint = json.loads(store.read("go"))
     except RuntimeError as error:  # torch's DistError is a RuntimeError
         reason = str(error).strip().partition("\n")[0]
         raise RanksMissingError(
             f"{own} has joined, and the store of the rendezvous has ended: {reason}"
         ) from error
-    if answer["refused"]:
+    if refused:
         if own.rank == 0 and not store.served:
             time.sleep(_REFUSAL)  # the store ends with this process
-        kind = RanksMissingError if answer["late"] else RendezvousError
-        raise kind(*(sanitize(answer[name])[:_MAX_ANSWER] for name in ("refused", "hint")))
+        kind = RendezvousError if hint else RanksMissingError
+        raise kind(sanitize(refused)[:_MAX_ANSWER], sanitize(hint)[:_MAX_ANSWER])
 
 
 def _enter(store: GroupStore, own: Facts) -> None:
-    """Write this rank's facts, compare them with those of others, and count this rank."""
+    """Write this rank's facts, compare them with those of others, and count this rank.
+
+    The answer to all ranks is the reason why they cannot go on, and a hint: empty if they can.
+    """
     keys = [f"rank{own.rank}", "first", *([f"gpu {own.gpu}"] if own.gpu else [])]
-    others = [Facts.of(store.offer(key, own.data())) for key in keys]
-    found = [disagreement(own, other) for other in others]
-    refused, hint = next((each for each in found if each[0]), ("", ""))
-    if refused:
-        _answer(store, refused, hint)
-    # A process that joins a second time is counted once. A full count means that no refusal is
-    # missing: it is written before the rank is counted.
-    elif store.count(f"joined{own.rank}") == 1 and store.count("all joined") == own.world_size:
-        _answer(store)
-
-
-def _answer(store: GroupStore, refused: str = "", hint: str = "", *, late: bool = False) -> None:
-    """Give the answer to all ranks, unless one was given before; `late`: ranks are missing."""
-    store.offer("go", json.dumps({"refused": refused, "hint": hint, "late": late}))
+    found = [disagreement(own, Facts.of(store.offer(key, own.data()))) for key in keys]
+    answer = next(filter(any, found), ("", ""))
+    store.note("joined")
+    # A full count means that no refusal is missing: a refused rank is not counted.
+    if any(answer) or store.count("all joined") == own.world_size:
+        store.offer("go", json.dumps(answer))
 
 
 def _await_answer(store: GroupStore, own: Facts, timeout: float) -> None:
@@ -215,39 +494,32 @@ def _await_answer(store: GroupStore, own: Facts, timeout: float) -> None:
 
     It polls, because torch's store.wait() prints C++ frames at a timeout and ignores Ctrl-C.
     """
-    notices, deference = 0, min(_DEFERENCE * own.rank, _MOST_DEFERENCE)
     # The store handles some thousands of requests a second.
-    for waited in polls(min(1.0, max(0.05, own.world_size / 4096))):
+    longest = min(1.0, max(0.05, own.world_size / 4096))
+    for waited, notice in polls(longest, delay=min(own.rank, _MOST_DEFERENCE)):
         if store.has("go"):
             return
-        final = waited > timeout + deference
-        if not final and waited <= notice_time(notices) + deference:
+        final = waited > timeout
+        if not final and not (notice and store.claim(f"notice{notice}")):
             continue
-        if final or store.claim(f"notice{notices}"):
-            missing = _without(store, "rank")
-            text = f"{own} has joined, and the rank that ends the rendezvous does not answer"
-            if missing:
-                process.report("WorkerWaiting", ranks=missing[:_MAX_NAMED], final=final)
-                text = _describe_missing(store, missing)
-            if final:
-                _answer(store, f"{text}; gave up after {waited:.0f} s", late=True)
-            elif missing:
-                print_notice(f"{text}; {waited:.0f} s so far")
-        notices += 1
-
-
-def _without(store: GroupStore, key: str) -> list[int]:
-    """Return the ranks whose key, such as ``rank3`` for rank 3, is not in the store."""
-    return [rank for rank in range(store.worker.world_size) if not store.has(f"{key}{rank}")]
+        missing = store.without("joined")
+        text = f"{own} has joined, and the rank that ends the rendezvous does not answer"
+        if missing:
+            report("WorkerWaiting", ranks=missing[:_MAX_NAMED], final=final)
+            text = _describe_missing(store, missing)
+        if final:
+            store.offer("go", json.dumps([f"{text}; gave up after {waited:.0f} s", ""]))
+        else:
+            print_notice(f"{text}; {waited:.0f} s so far")
 
 
 def _describe_missing(store: GroupStore, missing: list[int]) -> str:
     """Return a text about missing ranks: their nodes, hosts and probable state."""
-    size = max(1, store.worker.local_world_size)
+    world_size, size = store.worker.world_size, store.worker.local_world_size
     named = []
     for rank in missing[:_MAX_NAMED]:
         node = rank // size
-        of_node = range(node * size, min(store.worker.world_size, (node + 1) * size))
+        of_node = range(node * size, min(world_size, (node + 1) * size))
         there = [each for each in of_node if each not in missing]
         host = f", {_facts(store, there[0]).host}" if there else ""
         named.append(f"{rank} (node {node}{host})")
@@ -276,9 +548,9 @@ def _waiting_for(ranks: list[int], named: Sequence[str]) -> str:
 def forming(store: GroupStore) -> Iterator[None]:
     """Name the ranks that do not answer while torch forms the process group in this block.
 
-    torch may wait half an hour for a peer and prints nothing. Each process writes the key
-    ``formed`` to the store when it has the group. A process that waits longer than some seconds
-    writes the key ``there``. A rank with neither key has died or is stuck.
+    torch may wait half an hour for a peer and prints nothing. The store has a list of the ranks
+    that have the group, and one of those that have waited for it for some seconds. A rank in
+    neither list has died or is stuck.
 
     Raises:
         RanksMissingError: torch has given up because some ranks do not answer; the message names
@@ -286,7 +558,7 @@ def forming(store: GroupStore) -> Iterator[None]:
     """
     over, begin = threading.Event(), time.monotonic()
     watcher = threading.Thread(
-        target=_watch_formation, args=(store, over.wait), name="clusterjob-forming", daemon=True
+        target=_watch_formation, args=(store, over), name="clusterjob-forming", daemon=True
     )
     watcher.start()
     try:
@@ -299,36 +571,23 @@ def forming(store: GroupStore) -> Iterator[None]:
         raise RanksMissingError(f"{sanitize(text)}; gave up after {waited:.0f} s") from error
     finally:
         over.set()
-        watcher.join(_OTHERS)  # it holds the store, whose port the next group needs
-    # The process that serves the store may have formed the group and ended.
-    with contextlib.suppress(RuntimeError):
-        store.offer(f"formed{store.worker.rank}")
+        watcher.join(1.0)  # it holds the store, whose port the next group needs
+    store.note_formed()
 
 
-def _watch_formation(store: GroupStore, over: Callable[[float], bool]) -> None:
+def _watch_formation(store: GroupStore, over: threading.Event) -> None:
     """Report that this rank is alive; print which ranks do not answer until the wait is over."""
-    if over(_ALIVE_AFTER):
+    if over.wait(_ALIVE_AFTER):
         return
-    begin = time.monotonic() - _ALIVE_AFTER
     with contextlib.suppress(OSError, RuntimeError):  # torch's own request fails too
         store = store.reconnect()
-        store.offer(f"there{store.worker.rank}")
-        for number in itertools.count():
-            if over(begin + notice_time(number) - time.monotonic()):
+        store.note("alive")
+        for waited, notice in polls(_SHORT_PAUSE, delay=-_ALIVE_AFTER):
+            if over.is_set():
                 return
-            if not store.claim(f"probe{number}"):
-                continue
-            without = _without(store, "formed")
-            text = _describe_silent(store, without, final=False)
-            if without and not text:
-                text = (
-                    f"the process group is not made: {len(without)} of {store.worker.world_size} "
-                    f"processes wait for each other, such as {_facts(store, without[0])} and "
-                    f"{_facts(store, without[-1])}: can their machines reach each other at every "
-                    "port, by the interfaces of GLOO_SOCKET_IFNAME or NCCL_SOCKET_IFNAME?"
-                )
-            if text:
-                print_notice(f"{text}; {time.monotonic() - begin:.0f} s so far")
+            if notice and store.claim(f"forming{notice}"):
+                text = _describe_silent(store, final=False) or _describe_unconnected(store)
+                print_notice(f"{text}; {waited:.0f} s so far")
 
 
 def _blame(store: GroupStore) -> str:
@@ -338,23 +597,30 @@ def _blame(store: GroupStore) -> str:
     """
     with contextlib.suppress(OSError, RuntimeError):
         store = store.reconnect()
-        store.offer(f"there{store.worker.rank}")  # its own thread may not have done so yet
-        if store.claim("last probe"):
-            store.offer("end", _describe_silent(store, _without(store, "formed"), final=True))
-        for waited in polls(longest=0.05):
-            if store.has("end"):
-                return store.read("end")
-            if waited > _OTHERS:
-                break
+        store.note("alive")  # its own thread may not have done so yet
+        # The first rank composes the text.
+        text = "" if store.has("end") else _describe_silent(store, final=True)
+        return store.offer("end", text)
     return ""
 
 
-def _describe_silent(store: GroupStore, without: list[int], *, final: bool) -> str:
-    """Return which of the ranks that have no group do not answer, and report them to the agents."""
-    silent = [rank for rank in without if not store.has(f"there{rank}")]
+def _describe_silent(store: GroupStore, *, final: bool) -> str:
+    """Return which ranks do not answer, as text, and report them to the agents."""
+    silent = sorted({*store.without("formed")} & {*store.without("alive")})
     if not silent:
         return ""
-    process.report("WorkerWaiting", ranks=silent[:_MAX_NAMED], final=final)
+    if not final or store.claim("last report"):
+        report("WorkerWaiting", ranks=silent[:_MAX_NAMED], final=final)
     named = [f"{rank} on {_facts(store, rank).process}" for rank in silent[:_MAX_NAMED]]
     how = "joined the rendezvous, no answer while the process group is made: dead or stuck"
     return f"{_waiting_for(silent, named)}: {how}"
+
+
+def _describe_unconnected(store: GroupStore) -> str:
+    waiting = store.without("formed")
+    return (
+        f"the process group is not made: {len(waiting)} of {store.worker.world_size} "
+        f"processes wait for each other, such as {_facts(store, waiting[0])} and "
+        f"{_facts(store, waiting[-1])}: can their machines reach each other at every "
+        "port, by the interfaces of GLOO_SOCKET_IFNAME or NCCL_SOCKET_IFNAME?"
+    )

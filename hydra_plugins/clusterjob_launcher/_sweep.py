@@ -36,7 +36,7 @@ _AXIS = "overrides"
 _OF_SWEEP = ("hydra.mode", "hydra/launcher", "hydra.launcher", "hydra/sweeper", "hydra.sweeper",
              "hydra.sweep.dir", "hydra.run.dir")  # fmt: skip
 # Returns the function's value through the job's directory.
-_CALLBACK = "+hydra.callbacks.clusterjob._target_=clusterjob.worker.outcomes.ReturnValue"
+_CALLBACK = "+hydra.callbacks.clusterjob._target_=clusterjob.worker.call.ReturnValue"
 
 
 class Sweep:

@@ -114,7 +114,7 @@ def test_bootstrap_under_mpiexec_of_mpich_trains_all_ranks(tmp_path: Path, wrapp
 def test_mpich_jobs_on_one_host_get_different_ports(tmp_path: Path) -> None:
     """Hydra sets no job id; the process behind PMI_FD distinguishes two jobs."""
     code = (
-        "from clusterjob.node.environments.detection import detect, look_up; import os; "
+        "from clusterjob.node.environments.this_node import detect, look_up; import os; "
         "print(detect(look_up(os.environ)).placement.topology.master_port)"
     )
     ports = [

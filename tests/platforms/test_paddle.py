@@ -17,7 +17,7 @@ from procs import Job
 from clusterjob.node import contract
 from clusterjob.node.contract import World
 from clusterjob.node.environments import worker_variables
-from clusterjob.node.environments.detection import detect
+from clusterjob.node.environments.this_node import detect
 
 VENV = ROOT / ".venv-paddle"
 LOCAL = [sys.executable, "-m", "clusterjob", "run", "--cluster", "local"]
@@ -135,7 +135,7 @@ def test_endpoint_list_too_long_for_environment_is_left_out() -> None:
 
 SHOW = """
     import json, os, pathlib
-    from clusterjob.node.environments.detection import detect, look_up
+    from clusterjob.node.environments.this_node import detect, look_up
     found = detect(look_up(os.environ))
     own = {name: value for name, value in os.environ.items() if name.startswith("PADDLE_")}
     report = json.dumps([own, found.source, list(found.conflicts)])
@@ -190,7 +190,7 @@ TRAIN = """
     from pathlib import Path
     import paddle
     import paddle.distributed as dist
-    from clusterjob.node.environments.detection import detect, look_up
+    from clusterjob.node.environments.this_node import detect, look_up
 
     dist.init_parallel_env()
     rank = dist.get_rank()

@@ -15,13 +15,10 @@ from procs import WITH_TORCH, Job, wait_until
 from clusterjob.errors import RendezvousError
 from clusterjob.node import contract
 from clusterjob.node.system import network
-from clusterjob.worker.rendezvous import Facts
-from clusterjob.worker.store import GroupStore, print_notice
+from clusterjob.worker.rendezvous import Facts, GroupStore, print_notice
 
 MakeJob = Callable[..., Job]
-ANSWER = json.dumps(
-    {"refused": "\x1b]0;x\x07send money to mallory", "hint": "or else", "late": False}
-)
+ANSWER = json.dumps(["\x1b]0;x\x07send money to mallory", "or else"])
 
 # Rank 1 joins after the other user has written the forged answer.
 INIT = """
@@ -83,6 +80,18 @@ def test_signed_value_is_refused_under_another_key_group_or_restart(
     monkeypatch.setenv(contract.STORE_KEY, key)
     with pytest.raises(RendezvousError):
         first.read("rank0")
+
+
+def test_foreign_text_in_a_list_of_ranks_is_ignored() -> None:
+    import torch.distributed as dist
+
+    worker: Any = SimpleNamespace(rank=1, world_size=3)
+    memory = dist.HashStore()
+    store = GroupStore(memory, worker, served=False, number=0)
+    assert store.without("joined") == [0, 1, 2]
+    store.note("joined")
+    memory.append("clusterjob/0/rendezvous/joined", "x \u00b2 -2 7 ")
+    assert store.without("joined") == [0, 2]
 
 
 @pytest.mark.parametrize("data", ["", "[]", "{}", '{"rank": "x"}', "9" * 5000])

@@ -23,9 +23,9 @@ from clusterjob import Job, JobFailed, RemoteError
 from clusterjob.api import results
 from clusterjob.core.records import Record, Records
 from clusterjob.errors import ClusterJobError
+from clusterjob.node.logs.job_dir import OUTCOMES
 from clusterjob.node.program import Program
 from clusterjob.node.verdict import JobState, Verdict
-from clusterjob.worker import outcomes
 
 # Answers Tree and Get with CONTENT as each file; SIZE is what Tree announces.
 SENDER = """
@@ -96,7 +96,7 @@ def test_pickle_of_host_is_not_requested_without_trust(
             ended.result()
         assert "trust_results=True" in caught.value.hint
     assert ".pkl" not in (tmp_path / "asked").read_text()
-    folder = Records().find(ended.id).job_dir / outcomes.FOLDER
+    folder = Records().find(ended.id).job_dir / OUTCOMES
     # A pickle in the place of the JSON is malformed, and is not loaded.
     (folder / "rank0.attempt0.json").write_bytes(trap)
     (folder / "rank0.attempt0.pkl").write_bytes(trap)

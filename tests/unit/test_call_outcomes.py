@@ -17,7 +17,7 @@ from clusterjob.api import failures, results
 from clusterjob.core.records import Record
 from clusterjob.errors import JobFailed
 from clusterjob.node.verdict import JobState, Verdict
-from clusterjob.worker import outcomes
+from clusterjob.worker import call
 
 PLAIN = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(),
@@ -45,8 +45,8 @@ class Number(float):
 @given(PLAIN)
 @example("\ud800")
 def test_plain_value_comes_back_exactly_without_pickle(tmp_path: Path, value: Any) -> None:
-    outcomes.write_value(tmp_path, 0, attempt=0, value=value)
-    found = outcomes.from_json((tmp_path / "call" / "rank0.attempt0.json").read_bytes(), 0)
+    call.write_value(tmp_path, 0, attempt=0, value=value)
+    found = call.from_json((tmp_path / "call" / "rank0.attempt0.json").read_bytes(), 0)
     assert not found.pickled
     assert (repr(found.value), type(found.value)) == (repr(value), type(value))
     assert not (tmp_path / "call" / "rank0.attempt0.pkl").exists()
@@ -65,10 +65,10 @@ def test_plain_value_comes_back_exactly_without_pickle(tmp_path: Path, value: An
     ids=["set", "dict", "bytes", "int", "named tuple", "number of another type"],
 )
 def test_other_value_is_pickled_and_named(tmp_path: Path, value: Any, kind: str) -> None:
-    outcomes.write_value(tmp_path, 3, attempt=1, value=value)
-    plain = outcomes.from_json((tmp_path / "call" / "rank3.attempt1.json").read_bytes(), 3)
+    call.write_value(tmp_path, 3, attempt=1, value=value)
+    plain = call.from_json((tmp_path / "call" / "rank3.attempt1.json").read_bytes(), 3)
     assert plain.pickled == kind
-    local = outcomes.read(tmp_path, 3, attempt=1)
+    local = call.read_outcome(tmp_path, 3, attempt=1)
     assert local is not None
     assert (local.value, type(local.value)) == (value, type(value))
 
@@ -77,8 +77,8 @@ def test_other_value_is_pickled_and_named(tmp_path: Path, value: Any, kind: str)
 def test_float_of_another_type_and_nan_are_read_as_floats(
     tmp_path: Path, value: float, read: str
 ) -> None:
-    outcomes.write_value(tmp_path, 9, attempt=1, value=value)
-    local = outcomes.read(tmp_path, 9, attempt=1)
+    call.write_value(tmp_path, 9, attempt=1, value=value)
+    local = call.read_outcome(tmp_path, 9, attempt=1)
     assert local is not None
     assert (repr(local.value), type(local.value)) == (read, float)
 
@@ -89,22 +89,22 @@ def test_exception_is_written_as_bounded_text(tmp_path: Path) -> None:
             raise RuntimeError
 
     for error in (ValueError("x" * 1_000_000), Mute()):
-        outcomes.write_error(tmp_path, 0, attempt=0, error=error)
+        call.write_error(tmp_path, 0, attempt=0, error=error)
         data = (tmp_path / "call" / "rank0.attempt0.json").read_bytes()
         assert len(data) < 200_000
-        found = outcomes.from_json(data, 0)
+        found = call.from_json(data, 0)
         assert found.failure is not None
         assert found.failure.type == type(error).__name__
 
 
 def test_larger_value_than_the_limit_is_neither_written_nor_read(tmp_path: Path) -> None:
-    outcomes.write_value(tmp_path, 0, attempt=0, value="x" * (outcomes.MAX_JSON + 1))
+    call.write_value(tmp_path, 0, attempt=0, value="x" * (call.MAX_JSON + 1))
     assert (tmp_path / "call" / "rank0.attempt0.json").stat().st_size < 200
     data = b'{"value":"%s"}'
-    room = outcomes.MAX_JSON - len(data % b"")
-    assert len(outcomes.from_json(data % (b"x" * room), 0).value) == room
+    room = call.MAX_JSON - len(data % b"")
+    assert len(call.from_json(data % (b"x" * room), 0).value) == room
     with pytest.raises(JobFailed, match="malformed"):
-        outcomes.from_json(data % (b"x" * (room + 1)), 0)
+        call.from_json(data % (b"x" * (room + 1)), 0)
 
 
 @settings(max_examples=200, deadline=None)
@@ -123,7 +123,7 @@ def test_larger_value_than_the_limit_is_neither_written_nor_read(tmp_path: Path)
 )
 def test_hostile_file_gives_value_or_one_error(data: bytes) -> None:
     with contextlib.suppress(JobFailed):
-        assert isinstance(outcomes.from_json(data, 3), outcomes.CallOutcome)
+        assert isinstance(call.from_json(data, 3), call.CallOutcome)
 
 
 def test_error_of_hostile_job_controls_no_terminal() -> None:
@@ -136,5 +136,5 @@ def test_error_of_hostile_job_controls_no_terminal() -> None:
         submitted_at="", spec={},
     )  # fmt: skip
     with pytest.raises(JobFailed, match="is not plain data") as caught:
-        results._check_plain(record, {0: outcomes.CallOutcome(pickled="\x1b[2J")})
+        results._check_plain(record, {0: call.CallOutcome(pickled="\x1b[2J")})
     assert "\x1b" not in str(caught.value)

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from clusterjob.node import contract
 from clusterjob.node.contract import World
-from clusterjob.node.environments.detection import detect
+from clusterjob.node.environments.this_node import detect
 from clusterjob.node.environments.topology import Topology, Worker
 
 TORCHRUN = {

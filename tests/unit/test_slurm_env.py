@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from clusterjob.errors import PlacementError
 from clusterjob.node.contract import World
 from clusterjob.node.environments import slurm_env, this_node
-from clusterjob.node.environments.detection import detect
+from clusterjob.node.environments.this_node import detect
 from clusterjob.node.environments.topology import Topology, Worker
 
 # The job has four nodes and the step uses two of them, so the job's lists are wrong for the step.
@@ -124,8 +124,6 @@ def test_single_process_of_node_has_rank_of_node() -> None:
         worker.topology.master_port
         == slurm_env.as_worker(node, one_per_node(0)).topology.master_port
     )
-    with pytest.raises(PlacementError, match="SLURM_JOB_ID is not set"):
-        slurm_env.as_worker(node, {})
 
 
 # -- several tasks per node ------------------------------------------------------------------------
@@ -297,20 +295,13 @@ def test_node_list_of_two_nodes_with_localhost_is_refused() -> None:
         "SLURM_STEP_NUM_NODES",
         "SLURM_STEP_NODELIST",
         "SLURM_STEP_TASKS_PER_NODE",
+        "SLURM_JOB_ID",
     ],
 )
 def test_missing_variable_of_step_is_named(missing: str) -> None:
     environ = task(3, 0, 1)
     del environ[missing]
     assert f"{missing} is not set" in conflicts(environ)
-
-
-def test_master_port_without_job_id_is_none() -> None:
-    environ = task(3, 0, 1)
-    del environ["SLURM_JOB_ID"]
-    found = detect(environ).placement
-    assert isinstance(found, Worker)
-    assert found.topology.master_port is None
 
 
 def test_missing_task_count_of_step_is_taken_from_job() -> None:
@@ -325,7 +316,6 @@ def test_missing_task_count_of_step_is_taken_from_job() -> None:
     ("change", "message"),
     [
         ({"SLURM_PROCID": "x"}, "SLURM_PROCID='x' is not a whole number"),
-        ({"SLURM_STEP_ID": "x"}, "SLURM_STEP_ID='x' is not a whole number"),
         ({"SLURM_PROCID": "5"}, "rank is 5"),
         ({"SLURM_LOCALID": "2"}, "local_rank is 2"),
         ({"SLURM_NODEID": "2"}, "node_rank is 2"),

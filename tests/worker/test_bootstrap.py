@@ -36,8 +36,7 @@ from clusterjob import bootstrap
 from clusterjob.errors import PlacementError, UsageError
 from clusterjob.node.environments.topology import Topology, Worker
 from clusterjob.node.logs import failure_texts
-from clusterjob.worker import group
-from clusterjob.worker import process as own_process
+from clusterjob.worker import context, group
 
 # -- the import ------------------------------------------------------------------------------------
 
@@ -574,9 +573,9 @@ def test_only_the_worker_itself_reports(monkeypatch: pytest.MonkeyPatch) -> None
     try:
         for value in ("", "x:y", f"{write}:{os.getppid()}", f"999999:{os.getpid()}"):
             monkeypatch.setenv("CLUSTERJOB_REPORT_FD", value)
-            own_process.report("WorkerAlive", step=1)
+            context.report("WorkerAlive", step=1)
         monkeypatch.setenv("CLUSTERJOB_REPORT_FD", f"{write}:{os.getpid()}")
-        own_process.report("WorkerAlive", step=2)
+        context.report("WorkerAlive", step=2)
         assert os.read(read, 1000).count(b"step") == 1
     finally:
         os.close(read)

@@ -88,7 +88,7 @@ def test_two_machines_that_cannot_connect_are_named(tmp_path: Path) -> None:
         line
         for process in ended
         for line in process.err.splitlines()
-        if line.startswith("clusterjob: the process group is not made after")
+        if line.startswith("clusterjob: the process group is not made: ")
     ]
     assert len(notices) == 1, ended
     pids = [process.pid for process in each]

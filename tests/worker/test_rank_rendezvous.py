@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import signal
 import socket
 import subprocess
@@ -33,8 +34,7 @@ from preloaded import ForkedProgram, Preloaded
 from procs import wait_until
 
 from clusterjob.errors import RanksMissingError
-from clusterjob.worker.rendezvous import Facts, disagreement, join
-from clusterjob.worker.store import notice_time
+from clusterjob.worker.rendezvous import Facts, disagreement, join, polls
 
 INIT = """
     import os, time
@@ -227,46 +227,6 @@ def test_rank_and_agent_report_master_addr_without_answer(tmp_path: Path) -> Non
         assert "gave up after" in last
 
 
-@pytest.mark.parametrize("reply", [b"HTTP/1.1 400 Bad Request\r\n", b"SSH-2.0-x\r\n"])
-def test_port_of_other_service_error_is_one_line(
-    tmp_path: Path, processes: Processes, reply: bytes
-) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        port = taken.getsockname()[1]
-        taken.settimeout(0.2)
-        [process] = processes(600, [rank_variables(1, 2, port)])
-        while process.poll() is None:
-            with contextlib.suppress(OSError):  # timeout of accept or recv, or reset by the peer
-                link, _ = taken.accept()
-                with link:
-                    link.settimeout(5)
-                    link.sendall(reply)
-                    while link.recv(64):  # an early close could reset unread data
-                        pass
-        ended = finish(process)
-    assert ended.code == 1
-    cause = f"something listens there that is not torch's store: it answers {reply[:4]!r}"
-    assert f"cannot reach rank 0 at 127.0.0.1:{port}: {cause}; gave up after" in last_message(
-        ended.err
-    )
-    assert "frame #" not in ended.err
-
-
-@pytest.mark.parametrize("use_libuv", [True, False])
-def test_store_check_accepts_torch_tcp_store(use_libuv: bool) -> None:
-    import torch.distributed as dist
-
-    from clusterjob.node.system import network
-    from clusterjob.worker.store import _check_store
-
-    store = dist.TCPStore(
-        "127.0.0.1", 0, is_master=True, wait_for_workers=False, use_libuv=use_libuv
-    )
-    with network.connect("127.0.0.1", store.port, timeout=5) as link:
-        _check_store(link)
-    assert store.add("n", 1) == 1
-
-
 @pytest.mark.slow
 def test_node_without_local_rank_0_prints_one_waiting_notice(
     tmp_path: Path, processes: Processes
@@ -378,8 +338,12 @@ def test_rank_0_serves_store_until_each_rank_has_process_group(
     assert [each.code for each in ended] == [0, 0], ended
 
 
-def test_notices_come_after_4_s_and_then_every_30_s() -> None:
-    assert [notice_time(number) for number in range(4)] == [4.0, 30.0, 60.0, 90.0]
+def test_notices_come_after_4_s_and_then_every_30_s(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = itertools.count(0.0, 0.5)
+    monkeypatch.setattr(time, "monotonic", lambda: next(clock))
+    monkeypatch.setattr(time, "sleep", lambda _seconds: None)
+    waits = itertools.islice(polls(1.0), 150)
+    assert [each for each in waits if each[1]] == [(4.5, 1), (34.5, 2), (64.5, 3)]
 
 
 FIRST = Facts(
@@ -452,7 +416,7 @@ WITHOUT_RANK_0 = """
     from datetime import timedelta
     import torch.distributed as dist
     from clusterjob.worker import rendezvous
-    from clusterjob.worker.store import GroupStore
+    from clusterjob.worker.rendezvous import GroupStore
     from clusterjob.errors import RendezvousError
     from clusterjob.node.system import network
     from clusterjob.node.environments.topology import Topology, Worker
@@ -532,7 +496,7 @@ SIMULATED = """
     from datetime import timedelta
     import torch.distributed as dist
     from clusterjob.worker import rendezvous
-    from clusterjob.worker.store import GroupStore
+    from clusterjob.worker.rendezvous import GroupStore
     from clusterjob.node.system import network
     from clusterjob.node.environments.topology import Topology, Worker
 

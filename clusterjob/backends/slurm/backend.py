@@ -24,8 +24,7 @@ from clusterjob.core.spec import JobSpec
 from clusterjob.doctor.engine import Check, run_checks
 from clusterjob.errors import SubmitError, SubmitInDoubtError
 from clusterjob.node.logs import ends
-from clusterjob.node.logs.job_dir import ELEMENTS
-from clusterjob.worker.outcomes import FOLDER
+from clusterjob.node.logs.job_dir import ELEMENTS, OUTCOMES
 
 if TYPE_CHECKING:
     from clusterjob.backends.slurm.login_host import Login, LoginHosts
@@ -310,7 +309,7 @@ class SlurmBackend:
         return outcome_files.read(
             self._logins.host(login).session(),
             record.whole_id,
-            folder=FOLDER if record.index is None else f"{ELEMENTS}/{record.index}/{FOLDER}",
+            folder=OUTCOMES if record.index is None else f"{ELEMENTS}/{record.index}/{OUTCOMES}",
             names=[name for of_node in names.values() for name in of_node],
             most=most,
         )

@@ -27,10 +27,9 @@ from clusterjob.core.spec import JobSpec
 from clusterjob.doctor.engine import Check, CheckStep, run_checks
 from clusterjob.errors import ClusterJobError, HostError
 from clusterjob.node.logs import ends
-from clusterjob.node.logs.job_dir import COMPLETE, LOGS, RESULT
+from clusterjob.node.logs.job_dir import COMPLETE, LOGS, OUTCOMES, RESULT
 from clusterjob.node.options import GRACE
 from clusterjob.node.system import files
-from clusterjob.worker.outcomes import FOLDER
 
 if TYPE_CHECKING:
     from clusterjob.core.byte_link import ByteLink
@@ -268,7 +267,7 @@ class SshBackend:
             lambda node: outcome_files.read(
                 self._sessions.session(place, node),
                 record.job_id,
-                folder=FOLDER,
+                folder=OUTCOMES,
                 names=names[node],
                 most=most,
             ),

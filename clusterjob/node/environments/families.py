@@ -2,37 +2,42 @@
 
 A row of `FAMILIES` names a family, the variables that show it, and the variables of its fields. A
 family with logic of its own has a function too, which completes the finding. No function reads a
-file, a socket or a clock: `detection.look_up` adds what variables point at to the mapping.
+file, a socket or a clock: `this_node.look_up` adds what variables point at to the mapping.
 """
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 
-from clusterjob.node.environments import mlp_env, slurm_env
+from clusterjob.node.environments import slurm_env
 from clusterjob.node.environments.topology import (
     NOWHERE,
+    OWN_MASTER,
     Finding,
     Topology,
     Worker,
     candidate_ports,
 )
 
-# Keys under which `detection.look_up` adds values. They are no names of variables.
+# Keys under which `this_node.look_up` adds values. They are no names of variables.
 FLUX_HOSTS = "flux hostlist local"  # the output of this command
 HYDRA_PROXY = "PMI_FD peer"  # pid of the proxy that started this node's processes
 PALS_FIRST_NODE = "PBS_NODEFILE first"  # first line of the file
 
 MPIRUN_ADDRESS = "OMPI_MCA_orte_hnp_uri"  # rank 0 runs on mpirun's host by default
-VOLCANO_HOSTS = re.compile(r"VC_(\w+)_HOSTS\Z")
+_VOLCANO_HOSTS = re.compile(r"VC_(\w+)_HOSTS\Z")
 
 # RANK alone counts nodes on several platforms; with one of these variables it counts processes.
 _OF_A_PROCESS = ("LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "TORCHELASTIC_RUN_ID")
-# The agents of these launchers have used MASTER_ADDR already, so a loopback address is right.
-_AGENTS_CONNECTED = ("clusterjob", "torchrun")
+_MLP_ROLES = ("WORKER", "CHIEF", "PS", "SERVER", "SCHEDULER", "EVALUATOR")
+_MLP_SIGNS = " ".join(
+    ["MLP_ROLE", "MLP_ROLE_INDEX"]
+    + [f"MLP_{role}_{what}" for role in _MLP_ROLES for what in ("NUM", "0_HOST", "0_PRIMARY_HOST")]
+)
 # Prefixes of variables that identify a platform on which RANK counts nodes.
 _RANK_PLATFORMS = (
     ("pai", ("DLC_", "PAI_")),
@@ -51,7 +56,6 @@ def _node(
     addr: str = "MASTER_ADDR",
     port: str = "MASTER_PORT",
     hosts: str = "",
-    refuse_loopback: bool = True,
 ) -> Topology | None:
     """Return the placement of a node whose numbers have been read.
 
@@ -60,12 +64,13 @@ def _node(
         addr: the variable of node 0's host.
         port: the variable of the rendezvous port.
         hosts: the variable that lists the nodes, node 0 first; empty if there is none.
-        refuse_loopback: as for `Finding.node`.
     """
     listed = found.hosts(hosts)
+    if listed:
+        found.numbers.setdefault("nnodes", len(listed))
     found.find_master(addr, port, first=(hosts, listed[0] if listed else ""), missing=hosts or addr)
     found.check_count(hosts, listed)
-    return found.node(refuse_loopback=refuse_loopback)
+    return found.node()
 
 
 def _process(
@@ -97,7 +102,8 @@ class Family:
 
     Attributes:
         source: the name of the family in a finding.
-        signs: variables, with spaces between them; one of them is set if the family applies.
+        signs: variables, with spaces between them; one of them is set if the family applies. Empty
+            if `applies` tells alone.
         fields: the variable of each number. With several, the first that is set is used.
         optional: the same for numbers that need not be set.
         complete: the function that returns the placement once the fields have been read. None
@@ -119,10 +125,11 @@ class Family:
         """Return the family's finding; its source is ``none`` if the family does not apply.
 
         Args:
-            environ: the variables, and the values that `detection.look_up` adds.
+            environ: the variables, and the values that `this_node.look_up` adds.
         """
         found = Finding(self.source, environ)
-        if found.is_set(*self.signs.split()) and self.applies(found):
+        signs = self.signs.split()
+        if (found.is_set(*signs) or not signs) and self.applies(found):
             self.read(found)
         if found.placement is None and not found.conflicts:
             found.source = NOWHERE
@@ -131,7 +138,9 @@ class Family:
     def read(self, found: Finding) -> Finding:
         """Read the placement from the family's variables; missing ones are conflicts."""
         for name, variables in (self.fields | self.optional).items():
-            found.number(name, *variables.split(), required=name in self.fields)
+            # One node needs no index.
+            required = name in self.fields and not (name == "node_rank" and found.alone)
+            found.number(name, *variables.split(), required=required)
         found.placement = self.complete(found)
         return found
 
@@ -169,8 +178,9 @@ def _torch(found: Finding) -> Worker | None:
             "LOCAL_WORLD_SIZE is not set (local_world_size), and RANK differs from LOCAL_RANK"
         )
     size = numbers.setdefault("local_world_size", max(1, world_size // nnodes))
+    # Not more nodes for a wrong WORLD_SIZE: the rendezvous of ranks names it.
     numbers.setdefault("nnodes", max(1, world_size // max(1, size)))
-    return found.worker(refuse_loopback=found.source not in _AGENTS_CONNECTED)
+    return found.worker()
 
 
 def read_torch(environ: Mapping[str, str]) -> Finding:
@@ -227,7 +237,7 @@ def _openmpi(found: Finding) -> Worker | None:
     first = ("", "")
     if found.is_set(batch):
         if not found.is_set("MASTER_ADDR"):
-            found.endpoint(batch, found.value(batch))
+            found.endpoint(batch)
         first = (batch, found.master_addr)
     elif hosts:
         first = ("SM_HOSTS", hosts[0])
@@ -238,10 +248,6 @@ def _openmpi(found: Finding) -> Worker | None:
     job = found.first_set("OMPI_MCA_ess_base_jobid", "PMIX_NAMESPACE", MPIRUN_ADDRESS)
     key = f"{mpirun} {found.value(job)}" if found.is_set(job) else ""
     return _process(found, first=first, job=job, key=key)
-
-
-def _is_hydra(found: Finding) -> bool:
-    return found.is_set("MPI_LOCALRANKID") or not found.is_set("SLURM_STEP_ID")
 
 
 def _hydra(found: Finding) -> Worker | None:
@@ -278,21 +284,11 @@ def _kubeflow(found: Finding) -> Topology | None:
         found.ignore("launch counts the devices itself, as torchrun does", nproc)
     else:
         found.number("nproc_per_node", nproc, required=False)
-    endpoint = found.value("PET_RDZV_ENDPOINT")
-    if found.is_set("PET_MASTER_ADDR") or not endpoint:
+    if found.is_set("PET_MASTER_ADDR") or not found.is_set("PET_RDZV_ENDPOINT"):
         return _node(found, addr="PET_MASTER_ADDR", port="PET_MASTER_PORT")
-    found.endpoint("PET_RDZV_ENDPOINT", endpoint)
+    found.endpoint("PET_RDZV_ENDPOINT")
     found.number("master_port", "PET_MASTER_PORT", required=False)
     return found.node()
-
-
-def _modelarts(found: Finding) -> Topology | None:
-    """Read the variables of Huawei's ModelArts, which runs on Volcano.
-
-    Source: https://support.huaweicloud.com/intl/en-us/develop-modelarts/develop-modelarts-0120.html
-    """
-    found.number("node_rank", "VC_TASK_INDEX", required=not found.alone)
-    return _node(found, hosts="VC_WORKER_HOSTS")
 
 
 def _rank_of_nodes(found: Finding) -> Topology | None:
@@ -315,6 +311,12 @@ def _rank_of_nodes(found: Finding) -> Topology | None:
     return _node(found)
 
 
+def _is_volcano(found: Finding) -> bool:
+    return found.is_set("VC_TASK_INDEX", "VK_TASK_INDEX") or any(
+        len(found.hosts(name)) > 1 for name in filter(_VOLCANO_HOSTS.match, found.environ)
+    )
+
+
 def _volcano(found: Finding) -> Topology | None:
     """Read the variables of Volcano, whose svc and env plugins list the hosts of each task.
 
@@ -322,25 +324,19 @@ def _volcano(found: Finding) -> Topology | None:
     https://github.com/volcano-sh/volcano/blob/master/docs/user-guide/how_to_use_svc_plugin.md and
     how_to_use_env_plugin.md
     """
-    lists = {
-        name: hosts
-        for name in sorted(found.environ)
-        if VOLCANO_HOSTS.match(name) and (hosts := found.hosts(name))
-    }
+    lists = [
+        name for name in sorted(found.environ) if _VOLCANO_HOSTS.match(name) and found.is_set(name)
+    ]
     if len(lists) > 1:
         found.conflicts.append(
             f"{' and '.join(lists)} list several tasks, and no variable counts the nodes across "
             "them: Volcano's pytorch plugin sets RANK and WORLD_SIZE"
         )
         return None
-    chosen, hosts = next(iter(lists.items()), ("VC_WORKER_HOSTS", []))
-    found.text("nnodes", chosen)
-    found.number("nnodes", chosen.removesuffix("_HOSTS") + "_NUM", required=False)
-    found.check_count(chosen, hosts)
-    if hosts:
-        found.numbers["nnodes"] = len(hosts)
-        found.find_master(first=(chosen, hosts[0]))
-    return found.node()
+    hosts = lists[0] if lists else "VC_WORKER_HOSTS"
+    found.text("nnodes", hosts)
+    found.number("nnodes", hosts.removesuffix("_HOSTS") + "_NUM", required=False)
+    return _node(found, hosts=hosts)
 
 
 def _sagemaker(found: Finding) -> Topology | None:
@@ -364,11 +360,86 @@ def _sagemaker_hosts(found: Finding) -> list[str]:
     elif hosts and own and own not in hosts:
         found.conflicts.append(f"SM_CURRENT_HOST={own[:80]!r} is not in SM_HOSTS")
     elif hosts and own:
-        found.number("nnodes", "SM_HOST_COUNT", required=False)
-        found.check_count("SM_HOSTS", hosts)
         found.numbers |= {"nnodes": len(hosts), "node_rank": hosts.index(own)}
-        found.evidence["nnodes"] = "SM_HOSTS"
     return hosts
+
+
+def _mlp(found: Finding) -> Topology | None:
+    """Read the variables of Volcengine's machine learning platform (MLP) or a compatible one.
+
+    The platform sets MLP_ROLE, MLP_ROLE_INDEX and, for each role, the number of nodes, their GPUs,
+    hosts and ports. MLP_{ROLE}_{i}_HOST is the RDMA address if the node has RDMA. _PRIMARY_HOST is
+    always the VPC address, which is right for TCP. MLP_{ROLE}_RACK_RANK_INDEX orders the nodes by
+    switch. All nodes must use the same index; the agents check this at the rendezvous.
+
+    Source: the platform's documentation of its environment variables,
+    https://www.volcengine.com/docs/6459/96563
+    """
+    role = _mlp_role(found)
+    if role not in _MLP_ROLES:
+        found.conflicts.append(f"MLP_ROLE={role[:80]!r} is none of {', '.join(_MLP_ROLES)}")
+        return None
+    found.number("nnodes", f"MLP_{role}_NUM")
+    _read_index(found, f"MLP_{role}_RACK_RANK_INDEX")
+    found.number("nproc_per_node", f"MLP_{role}_GPU", required=False)
+    host, primary = f"MLP_{role}_0_HOST", f"MLP_{role}_0_PRIMARY_HOST"
+    found.find_master(found.first_set(primary, host), f"MLP_{role}_0_PORT", missing=host)
+    if found.is_set(primary):
+        found.ignore(
+            f"{primary} is the VPC address, which is right for TCP; this may be an RDMA address",
+            host,
+        )
+    _refuse_other_kinds(found, role)
+    return found.node()
+
+
+def mlp_peers(environ: Mapping[str, str], nnodes: int) -> list[str]:
+    """Return the names and addresses of all nodes; empty if the variables do not give them all."""
+    found = Finding("mlp", environ)
+    role = _mlp_role(found)
+    lists = []
+    for kind in ("HOST", "PRIMARY_HOST"):
+        each = (found.hosts(f"MLP_{role}_{node}_{kind}") for node in range(nnodes))
+        lists += [found.hosts(f"MLP_{role}_ALL_{kind}S"), [*itertools.chain.from_iterable(each)]]
+    are_all = any(len(hosts) >= nnodes for hosts in lists)
+    return list(dict.fromkeys(itertools.chain.from_iterable(lists))) if are_all else []
+
+
+def _mlp_role(found: Finding) -> str:
+    return (found.value("MLP_ROLE") or "WORKER").upper()
+
+
+def _read_index(found: Finding, by_rack: str) -> None:
+    own = found.number("node_rank", "MLP_ROLE_INDEX", required=not found.is_set(by_rack))
+    if not found.is_set(by_rack):
+        return
+    index = found.number("node_rank", by_rack)
+    if own is not None and index is not None and (own == 0) != (index == 0):
+        # All nodes use the address of worker 0, so it must be the first in both orders.
+        found.conflicts.append(f"MLP_ROLE_INDEX={own} and {by_rack}={index} disagree about node 0")
+    else:
+        found.ignore(
+            f"{by_rack} orders the nodes by switch; all nodes have to use the same index",
+            "MLP_ROLE_INDEX",
+        )
+
+
+def _refuse_other_kinds(found: Finding, role: str) -> None:
+    """Refuse roles and kinds of tasks in which nodes would train alone without an error."""
+    workers = found.value("MLP_WORKER_NUM")
+    if role != "WORKER" and workers not in ("", "0"):
+        found.conflicts.append(
+            f"MLP_ROLE={role}, but MLP_WORKER_NUM={workers}: only nodes with the role worker train"
+        )
+    hosts = found.hosts("MLP_MPI_HOSTS")
+    if len(hosts) > 1:
+        port = found.value("MLP_SSH_PORT")
+        found.conflicts.append(
+            "MLP_MPI_HOSTS is set: a task of the MPI kind runs its entry command on worker 0 "
+            f"alone, but there are {len(hosts)} hosts. "
+            "Choose the kind PyTorchDDP or Custom, or start `clusterjob run --cluster ssh "
+            "--hostfile $MLP_MPI_HOSTFILE`" + (f" (SSH listens on port {port[:9]})" if port else "")
+        )
 
 
 # -- the table -------------------------------------------------------------------------------------
@@ -394,19 +465,13 @@ FAMILIES = (
         _is_torch,
     ),
     # The rendered script sets more values for this job than the platform that runs the script.
-    # Users may set the variables too, on bare machines. A job of several nodes on one machine has a
-    # loopback address.
+    # Users may set the variables too, on bare machines.
     Family(
         "clusterjob",
         "CLUSTERJOB_NNODES CLUSTERJOB_NODE_RANK",
         {"nnodes": "CLUSTERJOB_NNODES", "node_rank": "CLUSTERJOB_NODE_RANK"},
         {"nproc_per_node": "CLUSTERJOB_NPROC_PER_NODE"},
-        partial(
-            _node,
-            addr="CLUSTERJOB_MASTER_ADDR",
-            port="CLUSTERJOB_MASTER_PORT",
-            refuse_loopback=False,
-        ),
+        partial(_node, addr=OWN_MASTER, port="CLUSTERJOB_MASTER_PORT"),
     ),
     # PALS and Flux also set variables of PMI. Their own variables say more.
     Family(
@@ -467,22 +532,29 @@ FAMILIES = (
             "local_world_size": "MPI_LOCALNRANKS",
         },
         complete=_hydra,
-        applies=_is_hydra,
+        applies=lambda found: found.is_set("MPI_LOCALRANKID") or not found.is_set("SLURM_STEP_ID"),
     ),
     # A step's variables describe this task; a platform's variables describe its machine.
-    Family(slurm_env.SOURCE, slurm_env.SIGNS, complete=slurm_env.place),
+    Family(
+        slurm_env.SOURCE,
+        slurm_env.SIGNS,
+        {"nnodes": "SLURM_STEP_NUM_NODES", "node_rank": "SLURM_NODEID"},
+        complete=slurm_env.place,
+        applies=slurm_env.is_step,
+    ),
     # Platforms come next; they start one command per node. A machine belongs to one platform, so
     # two platforms that disagree are a conflict.
-    Family(mlp_env.SOURCE, mlp_env.SIGNS, complete=mlp_env.place, is_platform=True),
+    Family("mlp", _MLP_SIGNS, complete=_mlp, is_platform=True),
     # PET_ variables without RANK belong to trainer v2. Trainer v1 sets RANK too.
     Family("kubeflow", "PET_NNODES PET_NODE_RANK", complete=_kubeflow, is_platform=True),
-    # ModelArts runs on Volcano and has its own host count.
+    # Huawei's ModelArts runs on Volcano and has its own host count. Source:
+    # https://support.huaweicloud.com/intl/en-us/develop-modelarts/develop-modelarts-0120.html
     Family(
         "modelarts",
         "MA_NUM_HOSTS",
-        {"nnodes": "MA_NUM_HOSTS"},
+        {"nnodes": "MA_NUM_HOSTS", "node_rank": "VC_TASK_INDEX"},
         {"nproc_per_node": "MA_NUM_GPUS"},
-        _modelarts,
+        partial(_node, hosts="VC_WORKER_HOSTS"),
         is_platform=True,
     ),
     # RANK without LOCAL_RANK is ambiguous, so more specific families come first. Volcano's index
@@ -498,10 +570,11 @@ FAMILIES = (
     ),
     Family(
         "volcano",
-        "VC_TASK_INDEX VK_TASK_INDEX",
+        "",
         {"node_rank": "VC_TASK_INDEX VK_TASK_INDEX"},
         {"nproc_per_node": "NPROC_PER_NODE"},
         _volcano,
+        _is_volcano,
         is_platform=True,
     ),
     # Source: https://docs.skypilot.co/en/latest/running-jobs/environment-variables.html

@@ -23,6 +23,7 @@ from clusterjob.errors import PlacementError
 from clusterjob.node.contract import World
 from clusterjob.node.environments.topology import (
     OWN_ADDRESS,
+    OWN_MASTER,
     Finding,
     Topology,
     Worker,
@@ -45,7 +46,7 @@ _MAX_NODES = 65536
 _TASKS = re.compile(r"([1-9]\d{0,17})(?:\(x([1-9]\d{0,17})\))?", re.ASCII)
 _LONGEST_LIST = 32768  # characters of the list of nodes in a message
 SIGNS = "SLURM_STEP_ID SLURM_PROCID SLURM_JOB_ID"  # the family applies if one of these is set
-_NPROC, _OWN_MASTER = "CLUSTERJOB_NPROC_PER_NODE", "CLUSTERJOB_MASTER_ADDR"
+_NPROC = "CLUSTERJOB_NPROC_PER_NODE"
 _TIMEOUT = 4.0  # seconds for one scontrol command
 
 # Inside a job all of Slurm's variables belong to that job, except these, which locate the cluster.
@@ -87,44 +88,36 @@ _DEFAULTS_OF_SHAPE = frozenset(
 # -- the rank assignment of a task -----------------------------------------------------------------
 
 
-def place(found: Finding) -> Topology | Worker | None:
-    """Return this task's placement: a `Topology` with one task per node, else a `Worker`.
-
-    Returns:
-        The placement; None with conflicts, or outside a step.
-    """
+def is_step(found: Finding) -> bool:
+    """Return whether this is a task of a step; outside of one, note the variables as ignored."""
     step = found.value("SLURM_STEP_ID")
-    number = whole_number(step)
-    if step.lower() in ("", *_NO_STEPS) or (number or 0) >= _LOWEST_OF_NO_STEP:
-        why = (
-            f"SLURM_STEP_ID={step} is not a step of srun"
-            if step
-            else "SLURM_STEP_ID is not set: this is a batch script or a shell, not a step of srun"
-        )
-        found.ignore(why, *SIGNS.split())
-        return None
-    if number is None:
-        found.as_number("step", "SLURM_STEP_ID", step)
+    of_step = step and step.lower() not in _NO_STEPS
+    if of_step and (whole_number(step) or 0) < _LOWEST_OF_NO_STEP:
+        return True
+    found.ignore(
+        f"SLURM_STEP_ID={step} is not a step of srun"
+        if step
+        else "SLURM_STEP_ID is not set: this is a batch script or a shell, not a step of srun",
+        *SIGNS.split(),
+    )
+    return False
+
+
+def place(found: Finding) -> Topology | Worker | None:
+    """Return this task's placement: a `Topology` with one task per node, else a `Worker`."""
     if found.value("SLURM_HET_SIZE") not in ("", "0", "1"):
         found.conflicts.append(
             "SLURM_HET_SIZE is set: the components of a heterogeneous job have no common ranks"
         )
-    return None if found.conflicts else _place_task(found)
-
-
-def _place_task(found: Finding) -> Topology | Worker | None:
-    found.number("nnodes", "SLURM_STEP_NUM_NODES")
-    node_rank = found.number("node_rank", "SLURM_NODEID")
     tasks = _tasks_per_node(found)
     _read_master(found)
-    by_user = found.is_set(_OWN_MASTER)
-    if found.conflicts or node_rank is None:
+    if found.conflicts:
         return None
     found.check_count("SLURM_STEP_TASKS_PER_NODE", tasks)
     if max(tasks) == 1:
         del found.evidence["local_world_size"]
         found.number("nproc_per_node", _NPROC, required=False)
-        return found.node(refuse_loopback=not by_user)
+        return found.node()
     found.ignore("srun starts the processes itself", _NPROC)
     found.number("rank", "SLURM_PROCID")
     found.number("local_rank", "SLURM_LOCALID")
@@ -135,15 +128,14 @@ def _place_task(found: Finding) -> Topology | Worker | None:
             f"SLURM_STEP_TASKS_PER_NODE={found.value('SLURM_STEP_TASKS_PER_NODE')[:80]!r} "
             f"gives {sum(tasks)} tasks, and {ntasks}={world_size}"
         )
-    # The port needs a job id: without it all jobs would share one port.
-    if "master_port" not in found.numbers and found.text(
-        "master_port", "SLURM_JOB_ID", required=False
-    ):
+    if "master_port" not in found.numbers:
+        found.text("master_port", "SLURM_JOB_ID")
         found.numbers["master_port"] = rendezvous_port(found.environ)
     # A task's own rank is used: with a cyclic distribution it cannot be computed from the node. A
     # larger node rank is refused.
-    found.numbers["local_world_size"] = tasks[min(node_rank, len(tasks) - 1)]
-    return found.worker(refuse_loopback=not by_user)
+    node_rank = min(found.numbers.get("node_rank", 0), len(tasks) - 1)
+    found.numbers["local_world_size"] = tasks[node_rank]
+    return found.worker()
 
 
 def _tasks_per_node(found: Finding) -> list[int]:
@@ -171,7 +163,7 @@ def _read_master(found: Finding) -> None:
     if found.conflicts:
         return
     found.find_master(
-        found.first_set(_OWN_MASTER, "MASTER_ADDR"),
+        found.first_set(OWN_MASTER, "MASTER_ADDR"),
         found.first_set("CLUSTERJOB_MASTER_PORT", "MASTER_PORT"),
         first=(listed, nodes[0] if nodes else ""),
         missing=listed,
@@ -199,11 +191,9 @@ def as_worker(placement: Topology | Worker, environ: Mapping[str, str]) -> Worke
         environ: the environment that it was read from.
 
     Raises:
-        PlacementError: no variable gives the rendezvous port, or node 0 has no address.
+        PlacementError: node 0 has no address.
     """
     if isinstance(placement, Topology):
-        if placement.master_port is None and not environ.get("SLURM_JOB_ID", "").strip():
-            raise PlacementError("SLURM_JOB_ID is not set (master_port)")
         node = replace(placement, master_port=placement.master_port or rendezvous_port(environ))
         placement = Worker(
             node, node.node_rank, local_rank=0, world_size=node.nnodes, local_world_size=1
@@ -228,34 +218,32 @@ def resolve_master_address(topology: Topology, environ: Mapping[str, str]) -> To
     """
     if topology.source != SOURCE:
         return topology
-    error = network.why_unresolvable(topology.master_addr)
+    name = topology.master_addr
+    error = network.why_unresolvable(name)
     if not error:
         return topology
-    if topology.nnodes == 1:
-        addresses = [OWN_ADDRESS]
-    else:
-        addresses = _launch_address(topology, environ)
-        addresses = addresses or node_addresses(topology.master_addr, environ)
+    addresses = [OWN_ADDRESS]
+    if topology.nnodes > 1:
+        addresses = _launch_address(name, environ) or node_addresses(name, environ)
     if not addresses:
         raise PlacementError(
-            f"node 0 is {topology.master_addr}, which does not resolve here ({error}), and Slurm "
+            f"node 0 is {name}, which does not resolve here ({error}), and Slurm "
             "gives no address for it",
             "`export MASTER_ADDR=ADDRESS` before srun sets the address of the step's first node",
         )
     return replace(topology, master_addr=addresses[0])
 
 
-def _launch_address(topology: Topology, environ: Mapping[str, str]) -> list[str]:
+def _launch_address(name: str, environ: Mapping[str, str]) -> list[str]:
     """Return the address of the node that ran srun, if that is node 0.
 
     It is node 0 if srun ran in a batch script, which runs on the job's first node.
     """
     address = environ.get("SLURM_LAUNCH_NODE_IPADDR", "").strip()
-    if environ.get("ENVIRONMENT") != "BATCH" or not address or network.is_loopback(address):
-        return []
-    with contextlib.suppress(PlacementError):
-        first = expand_hostlist(environ.get("SLURM_JOB_NODELIST", ""))[:1]
-        return [address] if first == [topology.master_addr] else []
+    if environ.get("ENVIRONMENT") == "BATCH" and address and not network.is_loopback(address):
+        with contextlib.suppress(PlacementError):
+            if expand_hostlist(environ.get("SLURM_JOB_NODELIST", ""))[:1] == [name]:
+                return [address]
     return []
 
 
@@ -267,8 +255,8 @@ def node_addresses(names: str, environ: Mapping[str, str]) -> list[str]:
     """
     if names.startswith("-"):
         return []
-    own = {name: value for name, value in environ.items() if not name.startswith("SCONTROL_")}
     argv = ["scontrol", "--oneliner", "show", "node", names]
+    own = slurm_environment(environ, argv[0])
     shown = processes.output_of(argv, own, timeout=_TIMEOUT)
     found = re.findall(r"(?:^| )NodeAddr=(\S+)", shown, re.MULTILINE)
     return [address for address in found if not network.why_unresolvable(address)]
@@ -281,14 +269,6 @@ def peers(environ: Mapping[str, str]) -> list[str]:
     if names and network.why_unresolvable(names[0]):
         return node_addresses(listed, environ)
     return names
-
-
-def nodes_of_allocation(environ: Mapping[str, str]) -> int:
-    """Return the number of nodes of the surrounding allocation; 0 outside of one."""
-    if not any(environ.get(name, "").strip() for name in SIGNS.split()):
-        return 0
-    count = environ.get("SLURM_JOB_NUM_NODES") or environ.get("SLURM_NNODES") or ""
-    return whole_number(count.strip()) or 0
 
 
 def rendezvous_port(environ: Mapping[str, str]) -> int:

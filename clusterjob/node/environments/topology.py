@@ -10,6 +10,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from clusterjob.errors import PlacementError
 from clusterjob.node.system.network import is_loopback
@@ -17,14 +18,16 @@ from clusterjob.node.system.ranges import expand_hostlist
 
 NOWHERE = "none"  # the source of a finding without a family
 OWN_ADDRESS = "127.0.0.1"
+OWN_MASTER = "CLUSTERJOB_MASTER_ADDR"  # the user's variable of node 0's address
 PORTS = 16  # number of a job's candidate ports
 # Below Linux's range of ephemeral ports (32768 and up), above the usual services.
 _LOWEST, _HIGHEST = 20000, 32000
+_AGENTS_CONNECTED = ("clusterjob", "torchrun")  # launchers whose agents have used MASTER_ADDR
 _MAX_NAME = 255  # characters of a host name
 _MAX_DIGITS = 19  # a text with this many digits or more is not a valid number
 _MOST = 1 << 24  # nodes, or processes
 # By field, its least value, and its greatest one or the field with the count that limits it.
-_RANGES: dict[str, tuple[int, int | str]] = {
+_RANGES: dict[str, tuple[int, Any]] = {
     "nnodes": (1, _MOST),
     "node_rank": (0, "nnodes"),
     "nproc_per_node": (1, _MOST),
@@ -106,9 +109,7 @@ class Finding:
     @property
     def level(self) -> str:
         """The level: ``worker`` for a process, ``node`` for a node, ``none`` for neither."""
-        if isinstance(self.placement, Worker):
-            return "worker"
-        return "node" if isinstance(self.placement, Topology) else "none"
+        return {Worker: "worker", Topology: "node"}.get(type(self.placement), "none")
 
     def check(self) -> Finding:
         """Return the finding itself.
@@ -194,14 +195,9 @@ class Finding:
         elif text:
             self.conflicts.append(f"{variable}={text[:80]!r} is not a host (master_addr)")
 
-    def endpoint(self, variable: str, text: str) -> None:
-        """Read rank 0's host and port from a text such as ``host:port``, ``[v6]:port``, ``host``.
-
-        Args:
-            variable: the variable that contains the text.
-            text: the text.
-        """
-        host, port = _split(text)
+    def endpoint(self, variable: str) -> None:
+        """Read rank 0's host and port: ``host:port``, ``[v6]:port`` or ``host``."""
+        host, port = _split(self.value(variable))
         self.host(variable, host)
         if port:
             self.as_number("master_port", variable, port)
@@ -274,28 +270,22 @@ class Finding:
 
     # -- placements --------------------------------------------------------------------------------
 
-    def node(self, *, refuse_loopback: bool = True) -> Topology | None:
+    def node(self) -> Topology | None:
         """Return the placement of a node, or None with conflicts.
 
         The index of a single node need not be set. 0 workers, for a machine without GPUs, count as
         unset.
-
-        Args:
-            refuse_loopback: whether to refuse a loopback address for several nodes.
         """
         if self.numbers.get("nproc_per_node") == 0:
             del self.numbers["nproc_per_node"], self.evidence["nproc_per_node"]
         self.numbers.setdefault("node_rank", 0)
-        return self._topology(refuse_loopback=refuse_loopback)
+        return self._topology()
 
-    def worker(self, *, refuse_loopback: bool = True) -> Worker | None:
+    def worker(self) -> Worker | None:
         """Return the placement of a process, or None with conflicts.
 
         Without the number of nodes and the node's index, both are computed as if every node had
         `local_world_size` processes, in the order of ranks.
-
-        Args:
-            refuse_loopback: whether to refuse a loopback address for several nodes.
         """
         if self.conflicts:
             return None
@@ -304,23 +294,24 @@ class Finding:
         size = numbers["nproc_per_node"] = max(1, numbers["local_world_size"])
         nnodes = numbers.setdefault("nnodes", max(1, -(-world_size // size)))
         numbers.setdefault("node_rank", min(rank // size, nnodes - 1))
-        topology = self._topology(refuse_loopback=refuse_loopback)
+        topology = self._topology()
         local_rank = numbers["local_rank"]
         return None if topology is None else Worker(topology, rank, local_rank, world_size, size)
 
-    def _topology(self, *, refuse_loopback: bool) -> Topology | None:
+    def _topology(self) -> Topology | None:
         numbers = self.numbers
         for name, (least, limit) in _RANGES.items():
-            most, of = limit, ""
-            if isinstance(limit, str):
-                count = numbers.get(limit, _MOST)
-                most, of = count - 1 + least, f" ({self.evidence.get(limit, limit)}={count})"
-            if name in numbers and not least <= numbers[name] <= int(most):
+            count = numbers.get(limit, _MOST) if isinstance(limit, str) else limit + 1 - least
+            if name in numbers and not least <= numbers[name] < least + count:
                 where = f"{self.evidence[name]}: " if name in self.evidence else ""
-                text = f"{where}{name} is {numbers[name]}, outside {least}..{most}{of}"
-                self.conflicts.append(text)
-        if refuse_loopback and numbers.get("nnodes", 1) > 1 and is_loopback(self.master_addr):
-            variable = self.evidence.get("master_addr", "the master's address")
+                of = f" ({self.evidence.get(limit, limit)}={count})" if limit in numbers else ""
+                self.conflicts.append(
+                    f"{where}{name} is {numbers[name]}, outside {least}..{least + count - 1}{of}"
+                )
+        variable = self.evidence.get("master_addr", "the master's address")
+        # Agents have used their address already, and users set clusterjob's variable themselves.
+        is_right = self.source in _AGENTS_CONNECTED or variable == OWN_MASTER
+        if numbers.get("nnodes", 1) > 1 and is_loopback(self.master_addr) and not is_right:
             self.conflicts.append(
                 f"{variable} is {self.master_addr!r}, a loopback address, but there are "
                 f"{numbers['nnodes']} nodes (master_addr): set node 0's address in the network"

@@ -247,7 +247,7 @@ def add_environment(
     Args:
         job_dir: the job's directory.
         node_rank: the node.
-        detected: the result of `clusterjob.node.environments.detection.describe`.
+        detected: the result of `clusterjob.node.environments.this_node.describe`.
         attempt: the number of the job's attempt, from 0.
     """
     line = {

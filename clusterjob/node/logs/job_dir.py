@@ -28,6 +28,7 @@ CODE_LIST = "code.list"  # compressed list of the files of the sent code, with t
 ARCHIVE = "archive"  # on a host: the digest of the environment archive that the job needs
 STDIN_SCRIPT = "stdin.py"  # a script that the submitter has read from its standard input
 CALLS = "call.*.pkl"  # pickled calls of Python functions; see `clusterjob.worker.call`
+OUTCOMES = "call"  # the folder of their outcomes
 ELEMENTS = "elements"  # one job directory per element of an array, by index
 NOTIFIED = "notified"  # of an array: the elements that have ended, and the events that were sent
 

@@ -14,7 +14,7 @@ from typing import NoReturn
 
 from clusterjob.errors import ClusterJobError
 from clusterjob.node import contract
-from clusterjob.node.environments import detection, slurm_env, this_node, worker_variables
+from clusterjob.node.environments import slurm_env, this_node, worker_variables
 from clusterjob.node.system import devices
 from clusterjob.node.workers import preload, worker_process
 
@@ -60,7 +60,7 @@ def _torch_variables(environ: Mapping[str, str]) -> dict[str, str]:
     Raises:
         PlacementError: the step's variables contradict each other, or node 0 has no address.
     """
-    finding = detection.detect(detection.look_up(environ)).check()
+    finding = this_node.detect(this_node.look_up(environ)).check()
     if finding.source != slurm_env.SOURCE or finding.placement is None:
         return {}
     worker = slurm_env.as_worker(finding.placement, environ)
