@@ -36,7 +36,7 @@ from clusterjob.node.system import processes
 from clusterjob.node.system.shared_note import SharedNote
 from clusterjob.node.verdict import FailureKind
 from clusterjob.node.workers import forkserver_messages as messages
-from clusterjob.node.workers import output_drain, preload, snapshot_imports, worker_process
+from clusterjob.node.workers import hook, output_drain, preload, worker_process
 from clusterjob.node.workers.worker_process import WorkerStart
 
 # Processes that workers leave behind get SIGTERM, then SIGKILL. In between, multiprocessing's
@@ -167,7 +167,7 @@ class Forkserver:
         options = self._options
         is_python = options.program.is_python
         self._no_gpus = preload.missing_gpus(options.require_gpus or 0, is_python=is_python)
-        self._hook = worker_process.write_hook(self._job_dir, os.environ)
+        self._hook = hook.write(self._job_dir, os.environ)
         self._open()
         self._send(messages.Ready(why, drain=self._drain_pid))
         while not (self._quit and self._stop is None):
@@ -283,7 +283,7 @@ class Forkserver:
             variables[contract.WARNING_FD] = self._warning.name
         starts = self._starts(world, variables, directory=directory)
         if self._fork:
-            snapshot_imports.install()
+            hook.import_submitted_code()
             program.read_ahead(self._options.program)
         error = self._no_gpus
         for start in starts:

@@ -110,7 +110,7 @@ def preload_torch(*, training: bool = False) -> str | None:
     """
     # A garbage collection would find nothing to free, and would unshare memory pages.
     gc.disable()
-    hook.install()
+    hook.patch()
     if has_torch():
         try:
             import torch

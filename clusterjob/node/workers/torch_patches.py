@@ -58,11 +58,6 @@ def tell(phase: str) -> None:
     send("WorkerPhase", phase=phase, monotonic=time.monotonic())
 
 
-def note_import(_torch: object) -> None:
-    """Report that torch was imported."""
-    tell("imported")
-
-
 def send(type_: str, **fields: Any) -> None:
     """Write a message into the agents' report pipe; do nothing outside of a worker.
 

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import os
-import secrets
 import signal
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -19,18 +18,9 @@ from clusterjob.node.stacks import offer
 from clusterjob.node.system import files, processes
 from clusterjob.node.verdict import FailureKind
 from clusterjob.node.workers import forkserver_messages as messages
-from clusterjob.node.workers import hook, preload, snapshot_imports, torch_patches
+from clusterjob.node.workers import preload
 
 _NOT_STARTED = 127  # a shell's exit code for a command that it cannot start
-
-
-# Python's site module imports sitecustomize (docs.python.org/3/library/site.html).
-_HOOK_FILES = {
-    f"{hook.PATCHES}.py": torch_patches,
-    f"{hook.SNAPSHOT}.py": snapshot_imports,
-    f"{hook.STACKS}.py": offer,
-    "sitecustomize.py": hook,
-}
 
 
 @dataclass(frozen=True)
@@ -192,28 +182,6 @@ def _connect_stdin(stdin: int | None, *, is_script: bool, reads: bool) -> None:
         os.dup2(stdin, 0)
     if stdin:
         os.close(stdin)
-
-
-def write_hook(job_dir: Path, environ: Mapping[str, str]) -> dict[str, str]:
-    """Write the directory that loads `hook`; return the variables by which Python finds it.
-
-    If that fails, there are none: the job runs without the hook.
-
-    Args:
-        job_dir: the job's directory.
-        environ: the environment that the processes inherit.
-    """
-    directory = job_dir / "python"
-    try:
-        directory.mkdir(mode=0o700, exist_ok=True)
-        for name, mod in _HOOK_FILES.items():
-            own = directory / f".{name}.{secrets.token_hex(4)}"
-            own.write_text(mod.__loader__.get_source(mod.__name__))  # type: ignore[union-attr]
-            own.replace(directory / name)  # nodes that share the directory write the same content
-    except OSError:
-        return {}
-    path = (str(directory), environ.get("PYTHONPATH"))
-    return {"PYTHONPATH": os.pathsep.join(filter(None, path))}
 
 
 def torchrun_command(program: Program, world: World, job_id: str) -> list[str]:
