@@ -251,7 +251,7 @@ def _is_served(worker: Worker) -> bool:
         return False
     # A script may set another master.
     is_agents = torch_patches.has_agent_variables()
-    return not is_agents or torch_patches.served_at(host, port) is not None
+    return not is_agents or torch_patches.served_at(port) is not None
 
 
 def _launcher_store(worker: Worker, wait: timedelta) -> Any:

@@ -7,9 +7,9 @@ file. So it imports no other file of the package, and runs in Python 3.7. The pa
    gloo group is freed while one of its threads still waits for the interpreter's lock:
    ~ProcessGroupGloo (pthread_join) against ~ThreadLocalState (take_gil). A group that is left at
    the end of the process is not freed.
-2. Limit the agents' store to its own address. Under TORCHELASTIC_USE_AGENT_STORE every rank is a
+2. Limit the agents' store to its own port. Under TORCHELASTIC_USE_AGENT_STORE every rank is a
    client of a store, even at an address where no agent serves a store. So the variable applies
-   only to the agents' address; at any other address rank 0 serves the store.
+   only to the agents' port; at any other port rank 0 serves the store.
 3. Use a prefix in the agents' store for each group. The store outlives a group and still holds the
    addresses of its processes.
 4. Report the phases of a rank to its agent.
@@ -191,26 +191,16 @@ def _separate_store(store: Any, rank: int, world_size: int) -> Any:
     return PrefixStore(f"clusterjob/group{number}of{world_size}", store)
 
 
-# -- limit the agents' store to its own address ----------------------------------------------------
+# -- limit the agents' store to its own port -------------------------------------------------------
 
 
-def served_at(host: str, port: int) -> str | None:
-    """Return the host of the agents' store if the address is that of the store, else None.
+def served_at(port: int) -> str | None:
+    """Return the host of the agents' store if a port is that of the store, else None.
 
-    Args:
-        host: the address as the script gives it.
-        port: its port.
+    The port decides: a script may name the store's machine as it likes.
     """
-    own_host, _, own_port = os.environ.get(STORE, "").rpartition(":")
-    if not own_host or own_port != str(port):
-        return None
-    if host == own_host:
-        return host
-    addresses, own = _addresses(host), _addresses(own_host)
-    # The store is bound to one address of node 0. On node 0, every other name of the machine is
-    # an address of the same store.
-    on_node_0 = any(map(_is_of_this_machine, addresses)) and any(map(_is_of_this_machine, own))
-    return own_host if addresses & own or on_node_0 else None
+    host, _, own_port = os.environ.get(STORE, "").rpartition(":")
+    return host if own_port == str(port) else None
 
 
 def has_agent_variables() -> bool:
@@ -220,51 +210,30 @@ def has_agent_variables() -> bool:
     )
 
 
-def _addresses(host: str) -> set[Any]:
-    try:
-        return {info[4][0] for info in socket.getaddrinfo(host.strip("[]"), None)}
-    except OSError:
-        return set()
-
-
-def _is_of_this_machine(address: str) -> bool:
-    family = socket.AF_INET6 if ":" in address else socket.AF_INET
-    with socket.socket(family, socket.SOCK_DGRAM) as probe:
-        try:
-            probe.bind((address, 0))
-        except OSError:
-            return False
-    return True
-
-
 def patch_stores(module: Any) -> None:
-    """Patch torch.distributed.rendezvous to use the agents' store only at the agents' address."""
+    """Patch torch.distributed.rendezvous to use the agents' store only at the agents' port."""
     create = getattr(module, "_create_c10d_store", None)
     asks_agents = getattr(module, "_torchelastic_use_agent_store", None)
     if create is None or asks_agents is None:
         return  # another torch
-    this_thread = threading.local()
-
-    @functools.wraps(asks_agents)
-    def use_agent_store() -> bool:
-        return asks_agents() and not getattr(this_thread, "elsewhere", False)
 
     @functools.wraps(create)
-    def create_store(hostname: str, port: int, *args: Any, **options: Any) -> Any:
-        served = served_at(hostname, port) if has_agent_variables() else hostname
+    def create_store(hostname: str, port: int, rank: int, *args: Any, **options: Any) -> Any:
+        is_own = asks_agents() and has_agent_variables()
+        served = served_at(port) if is_own else hostname
         if served is not None:
-            return create(served, port, *args, **options)
+            return create(served, port, rank, *args, **options)
+        from torch.distributed import TCPStore
+
         notice = threading.Timer(_WAITING_NOTICE, _print_notice, (hostname, port))
         notice.daemon = True
         notice.start()
-        this_thread.elsewhere = True
-        try:
-            return create(hostname, port, *args, **options)
+        try:  # as torch does where no agent serves a store
+            world_size, timeout = args[:2]
+            return TCPStore(hostname, port, world_size, rank == 0, timeout, multi_tenant=True)
         finally:
-            this_thread.elsewhere = False
             notice.cancel()
 
-    module._torchelastic_use_agent_store = use_agent_store
     module._create_c10d_store = create_store
 
 
@@ -336,35 +305,35 @@ def _measure_waits() -> None:
     if os.environ.get(WAITS) != "1" or hasattr(note, "__wrapped__"):
         return
     waits = Waits()
-    reducers: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
-    read: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()  # the last iteration
+    # The reducer and the last iteration that was read, by logger.
+    known: weakref.WeakKeyDictionary[Any, tuple[Any, int]] = weakref.WeakKeyDictionary()
 
     def wait_of(logger: Any) -> float | None:
-        """Return how long the last iteration has waited, in seconds; None if it is not known."""
+        """Return how long the last iteration has waited, in seconds; None if it was not timed."""
         values = logger._get_ddp_logging_data().ints_map
-        iteration, reducer = values.get("iteration", 0), reducers[logger]()
-        if iteration == read.get(logger, 0) or reducer is None:
+        iteration, (reducer, last) = values.get("iteration", 0), known[logger]
+        if iteration == last:
             return None
-        read[logger] = iteration
+        known[logger] = reducer, iteration
         # With TORCH_DISTRIBUTED_DEBUG, each reading may print lines.
         if waits.step > 0 and not os.environ.get("TORCH_DISTRIBUTED_DEBUG"):
             pause = _READ_ON_DEVICE if torch.cuda.is_initialized() else _READ_ON_HOST
             rate = max(each for each in _RATES if each <= max(1, pause / waits.step))
-            reducer._set_ddp_runtime_logging_sample_rate(rate)
+            reducer()._set_ddp_runtime_logging_sample_rate(rate)
         # The all-reduces overlap the computation; the rest is a wait.
         wait = values["backward_comm_time"] - values["backward_compute_comm_overlap_time"]
         return float(max(0, wait)) / 1e9
 
     @functools.wraps(set_logger)
     def watched_set_logger(reducer: Any, logger: Any) -> Any:
-        reducers[logger] = weakref.ref(reducer)
+        known[logger] = weakref.ref(reducer), 0
         return set_logger(reducer, logger)
 
     @functools.wraps(note)
     def watched_note(logger: Any) -> Any:
         result = note(logger)
         wait = None
-        with contextlib.suppress(Exception):  # another torch
+        with contextlib.suppress(Exception):  # another torch, or a reducer that was freed
             wait = wait_of(logger)
         waits.end_step(wait)
         return result
