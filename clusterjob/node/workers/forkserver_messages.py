@@ -1,7 +1,7 @@
 """The messages between an agent, its forkserver and its workers.
 
 Agent and forkserver exchange one message per packet of a socket pair. Workers write to the
-forkserver's report pipe, one message per line.
+forkserver's report pipe, one message per line (`torch_patches.send`).
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from clusterjob.node.system.codec import Codec, Limit
 
 MESSAGE_BYTES = 1 << 17  # maximum of one message; SOCK_SEQPACKET keeps message boundaries
 MAX_NAMED = 8  # maximum ranks that one message names
-_MAX_TEXT, _MAX_WHERE = 900, 300  # characters of a failure
+_MAX_TEXT, _MAX_WHERE = 900, 300  # characters of a failure; see `torch_patches.fail`
 # Maximum bytes of one reading: a worker may write without end. It is the largest size of a pipe.
 _MAX_READ = 1 << 20
 _MAX_REST = 1 << 16  # bytes of a line without an end
@@ -112,7 +112,7 @@ class WorkerAlive:
 
 @dataclass(frozen=True)
 class WorkerPhase:
-    """A phase of a worker begins; `torch_patches.tell` writes this message.
+    """A phase of a worker begins.
 
     Attributes:
         phase: a value of `clusterjob.node.logs.events.Phase`; ``import`` and ``imported`` are the
@@ -127,7 +127,7 @@ class WorkerPhase:
 
 @dataclass(frozen=True)
 class WorkerWaits:
-    """How long a worker has waited in collectives lately; `torch_patches` sends this message.
+    """How long a worker has waited in collectives lately.
 
     Attributes:
         step: the mean length of a step, in seconds.
@@ -141,7 +141,7 @@ class WorkerWaits:
 
 @dataclass(frozen=True)
 class WorkerHandler:
-    """A worker has a Python handler of SIGTERM; `hook` sends this message.
+    """A worker has a Python handler of SIGTERM.
 
     Attributes:
         state: ``set``, ``begun`` or ``ended``.
@@ -212,25 +212,6 @@ FROM_FORKSERVER = Codec(
 
 
 # -- the report pipe of the workers ----------------------------------------------------------------
-
-
-def report(report_fd: int, message: Any) -> None:
-    """Write a message of this worker into the report pipe, in one write.
-
-    Lines of several workers must not mix: the text of a failure is cut to what a pipe takes at once
-    (4096 bytes on Linux, pipe(7)).
-
-    Args:
-        report_fd: the write end of the forkserver's report pipe.
-        message: a message of `FROM_WORKER`.
-    """
-    if isinstance(message, WorkerFailing):
-        text, where = message.message[:_MAX_TEXT], message.where[:_MAX_WHERE]
-        message = replace(message, message=text, where=where)
-    # Not `encode_json`: several threads of a worker report.
-    line = json.dumps(FROM_WORKER.encode(message), ensure_ascii=False) + "\n"
-    with contextlib.suppress(OSError):  # the forkserver has ended; the kernel kills this worker too
-        os.write(report_fd, line.encode(errors="replace"))
 
 
 class ReportPipe:

@@ -168,16 +168,6 @@ def _count_threads() -> int:
     return count
 
 
-class _WriteThrough(io.FileIO):
-    """A file without a buffer; a signal during a long write loses nothing, as it does in FileIO."""
-
-    def write(self, data: Any) -> int:
-        view = memoryview(data).cast("B")
-        while view:
-            view = view[super().write(view) or 0 :]
-        return memoryview(data).nbytes
-
-
 def refresh_after_fork() -> None:
     """Give a forked worker the state of a fresh process.
 
@@ -194,7 +184,7 @@ def refresh_after_fork() -> None:
     for stream, descriptor in ((sys.stdout, 1), (sys.stderr, 2)):
         # As `python -u`: the text before a crash is in the log. The same object, because modules of
         # the preload refer to it.
-        raw = _WriteThrough(descriptor, "wb", closefd=False)
+        raw = io.FileIO(descriptor, "wb", closefd=False)
         raw.name = stream.name
         stream.__init__(  # type: ignore[misc]
             raw, encoding=stream.encoding, errors=stream.errors, newline="\n", write_through=True

@@ -54,8 +54,17 @@ def tell(phase: str) -> None:
     Args:
         phase: a value of `clusterjob.node.logs.events.Phase`, or ``imported``.
     """
-    # `forkserver_messages.WorkerPhase`
     send("WorkerPhase", phase=phase, monotonic=time.monotonic())
+
+
+def fail(message: str, exit_code: int, kind: str, where: str = "") -> None:
+    """Report that this worker fails, with the fields of `forkserver_messages.WorkerFailing`.
+
+    Lines of several workers must not mix: the text is cut to what a pipe takes at once (4096 bytes
+    on Linux, pipe(7)).
+    """
+    now, text, where = time.monotonic(), message[:900], where[:300]
+    send("WorkerFailing", monotonic=now, message=text, exit_code=exit_code, kind=kind, where=where)
 
 
 def send(type_: str, **fields: Any) -> None:
@@ -65,20 +74,22 @@ def send(type_: str, **fields: Any) -> None:
         type_: the name of the message, see `clusterjob.node.workers.forkserver_messages`.
         **fields: its fields without the local rank.
     """
-    name, _, owner = os.environ.get("CLUSTERJOB_REPORT_FD", "").partition(":")
+    name, _, rest = os.environ.get("CLUSTERJOB_REPORT_FD", "").partition(":")
+    local_rank, _, owner = rest.rpartition(":")
     # A child of a worker is no rank, unless that worker is the agent's torchrun: other launchers
     # leave this variable unset.
     by_torchrun = owner == str(os.getppid()) and "TORCHELASTIC_ERROR_FILE" in os.environ
     if owner != str(os.getpid()) and not by_torchrun:
         return
     with contextlib.suppress(OSError, ValueError):
-        local_rank = int(os.environ.get("LOCAL_RANK", "0"))  # torchrun itself has none
-        line = json.dumps({"type": type_, "local_rank": local_rank, **fields}).encode() + b"\n"
+        # A program may change LOCAL_RANK. torchrun itself has none.
+        own = int(local_rank or os.environ.get("LOCAL_RANK", "0"))
+        line = json.dumps({"type": type_, "local_rank": own, **fields}, ensure_ascii=False)
         flags = os.O_WRONLY | os.O_NONBLOCK | os.O_CLOEXEC
         descriptor = os.open(f"/proc/{owner}/fd/{int(name)}", flags)
         try:
             if stat.S_ISFIFO(os.fstat(descriptor).st_mode):
-                os.write(descriptor, line)
+                os.write(descriptor, f"{line}\n".encode(errors="replace"))
         finally:
             os.close(descriptor)
 

@@ -6,7 +6,6 @@ import contextlib
 import os
 import signal
 import sys
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,8 +16,7 @@ from clusterjob.node.program import Program
 from clusterjob.node.stacks import offer
 from clusterjob.node.system import files, processes
 from clusterjob.node.verdict import FailureKind
-from clusterjob.node.workers import forkserver_messages as messages
-from clusterjob.node.workers import preload
+from clusterjob.node.workers import preload, torch_patches
 
 _NOT_STARTED = 127  # a shell's exit code for a command that it cannot start
 
@@ -93,8 +91,9 @@ def start(
             os.close(source)
         os.environ.update(worker.variables)
         # The pid identifies the owner of the descriptor: a child of the worker inherits the
-        # variable, but not the pipe.
-        os.environ[contract.REPORT_FD] = f"{report_pipe[1]}:{os.getpid()}"
+        # variable, but not the pipe. Without a local rank, torchrun starts the workers.
+        local_rank = worker.variables.get("LOCAL_RANK", "")
+        os.environ[contract.REPORT_FD] = f"{report_pipe[1]}:{local_rank}:{os.getpid()}"
         if worker.argv is None:
             preload.refresh_after_fork()
             offer.offer()
@@ -107,12 +106,9 @@ def start(
     except BaseException as error:
         what = f"cannot start {worker.argv[0]}" if worker.argv else "cannot start"
         message = f"{what}: {getattr(error, 'strerror', None) or error}"
-        failing = messages.WorkerFailing(
-            worker.local_rank, time.monotonic(), message, _NOT_STARTED, FailureKind.LAUNCH.value
-        )
         with contextlib.suppress(OSError):
             os.write(2, f"clusterjob: {message}\n".encode(errors="replace"))
-        messages.report(report_pipe[1], failing)
+        torch_patches.fail(message, _NOT_STARTED, FailureKind.LAUNCH.value)
     os._exit(_NOT_STARTED)
 
 
