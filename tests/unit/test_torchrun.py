@@ -9,8 +9,8 @@ import pytest
 
 from clusterjob.node.contract import World
 from clusterjob.node.program import Program
+from clusterjob.node.workers.forkserver import torchrun_command
 from clusterjob.node.workers.worker_failures import torchrun_cause
-from clusterjob.node.workers.worker_process import torchrun_command
 
 WORLD = World(
     0,

@@ -22,7 +22,6 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 from clusterjob.node.system import devices, files
 from clusterjob.node.workers import hook
