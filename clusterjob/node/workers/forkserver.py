@@ -274,7 +274,9 @@ class Forkserver:
         os.ftruncate(self._table, 0)
         directory = log_files.node_directory(self._job_dir, self._node_rank)
         if descriptors:
-            self._start_store(world, descriptors[0], log=directory / STORE_LOG)
+            place = (os.getpid(), world, descriptors[0], directory / STORE_LOG)
+            self._store = processes.fork(lambda: self._serve_store(*place))
+            os.close(descriptors[0])
         variables |= self._hook
         if options.warning is not None:
             self._warning = WarningPipe()
@@ -421,26 +423,22 @@ class Forkserver:
         if self._stdin:
             os.close(self._stdin)
 
-    def _start_store(self, world: World, listener: int, log: Path) -> None:
-        """Fork a process that serves torch's store until it is killed.
+    def _serve_store(self, forkserver: int, world: World, listener: int, log: Path) -> None:
+        """Serve torch's store until this process is killed.
 
         Args:
+            forkserver: the pid of the parent.
             world: the round whose workers use the store.
-            listener: the descriptor of the listening socket; it is closed in this process.
+            listener: the descriptor of the listening socket.
             log: the file for the process's output.
         """
-        forkserver = os.getpid()
-        self._store = os.fork()
-        if self._store != 0:
-            os.close(listener)
-            return
+        self._begin_child(forkserver)
+        output = files.open_log(log)
+        for stream in (1, 2):
+            os.dup2(output, stream)
+        os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")
+        processes.raise_open_files()
         try:
-            self._begin_child(forkserver)
-            output = files.open_log(log)
-            for stream in (1, 2):
-                os.dup2(output, stream)
-            os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")
-            processes.raise_open_files()
             from torch.distributed import TCPStore
 
             # The socket was bound before any client got its port. So there is no EADDRINUSE race,
@@ -455,9 +453,6 @@ class Forkserver:
         except ImportError as error:
             # torch is broken; a worker that imports it shows the full error, and ends the round.
             os.write(2, f"cannot start torch's store: {error!r}\n".encode())
-        except BaseException as error:
-            os.write(2, f"the store process failed: {error!r}\n".encode())
-            os._exit(1)
         while True:
             signal.pause()
 

@@ -16,9 +16,8 @@ import signal
 import socket
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NoReturn
 
-from clusterjob.node.system import files
+from clusterjob.node.system import files, processes
 
 PIPE_BYTES = 1 << 20  # beyond 64 MiB of a user (pipe-user-pages-soft), pipes stay small
 _FLUSH_SECONDS = 1.0  # an answer may take longer on a disk that hangs
@@ -28,13 +27,7 @@ def start() -> tuple[int, socket.socket]:
     """Fork the process; return its pid and the socket that `add` and `flush` use."""
     own, control = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     own.settimeout(_FLUSH_SECONDS)
-    pid = os.fork()
-    if pid == 0:
-        try:
-            _drain(control)
-        except BaseException as error:
-            os.write(2, f"clusterjob: writing the output failed: {error!r}\n".encode())
-        os._exit(1)
+    pid = processes.fork(lambda: _drain(control))
     control.close()
     return pid, own
 
@@ -102,7 +95,7 @@ class _Stream:
             self.lost += min(len(left), len(data))
 
 
-def _drain(control: socket.socket) -> NoReturn:
+def _drain(control: socket.socket) -> None:
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
         signal.signal(number, signal.SIG_IGN)
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
@@ -137,4 +130,3 @@ def _drain(control: socket.socket) -> NoReturn:
         else:
             is_open = False
             poll.unregister(control)
-    os._exit(0)

@@ -23,7 +23,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from clusterjob.node.system import devices, files
+from clusterjob.node.system import devices, files, processes
 from clusterjob.node.workers import hook
 
 _THREAD_ENDS = 0.2  # maximum seconds until /proc no longer lists a joined thread
@@ -149,10 +149,7 @@ def _fork_breaks_cuda() -> bool:
     """Return whether a forked worker cannot use CUDA, since this process has called it."""
     # A torch for the CPU has no such function.
     broken = getattr(getattr(sys.modules.get("torch"), "_C", None), "_cuda_isInBadFork", bool)
-    child = os.fork()
-    if child == 0:
-        os._exit(int(broken()))
-    return os.waitpid(child, 0)[1] != 0
+    return os.waitpid(processes.fork(broken), 0)[1] != 0
 
 
 def _count_threads() -> int:
@@ -225,9 +222,9 @@ def _ask_torch() -> str:
     A forked child asks it: a process that has asked CUDA cannot fork workers that use it.
     """
     read_end, write_end = os.pipe()
-    child = os.fork()
-    if child == 0:
-        with contextlib.suppress(BaseException):
+
+    def ask() -> None:
+        with contextlib.suppress(Exception):  # without torch, or a broken one
             import torch
 
             cuda, built_for = torch.cuda, torch.version.cuda or getattr(torch.version, "hip", None)
@@ -236,7 +233,8 @@ def _ask_torch() -> str:
                 count = cuda.device_count() if cuda.is_available() else 0
                 kind = f"CUDA {built_for}" if built_for else "the CPU"
                 os.write(write_end, f"{count} torch {torch.__version__} for {kind}".encode())
-        os._exit(0)
+
+    child = processes.fork(ask)
     os.close(write_end)
     with os.fdopen(read_end, "rb") as answer:
         if select.select([answer], [], [], _GPU_TIMEOUT)[0]:
