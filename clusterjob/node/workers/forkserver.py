@@ -129,7 +129,6 @@ class Forkserver:
         # pipes of the workers' output, and the files
         self._streams: list[tuple[int, Path]] = []
         self._stop: Iterator[None] | None = None  # the steps of a stop of all workers
-        self._kill_at, self._kills_early = 0.0, False
         # The state of the SIGTERM handlers in Python, and since when, by local rank.
         self._sigterm: dict[int, tuple[str, float]] = {}
         # The pipe of this round's workers; None if the job cannot be preempted.
@@ -536,19 +535,18 @@ class Forkserver:
             # means stop; a scheduler's SIGTERM may be a warning.
             self._warning.close()
             self._warning = None
-        moment = time.monotonic()
-        if self._stop is not None:  # a handler must not run twice
-            self._kills_early |= early
-            self._kill_at = min(moment + grace, self._kill_at)
-            return
-        self._kill_at, self._kills_early = moment + grace, early
-        # Send SIGINT to a command's child processes too, as Ctrl-C in a terminal does: a shell
-        # would not forward it.
-        below = []
-        if number == signal.SIGINT and not self._options.program.is_python:
-            below = [child for pid in self._running for child in processes.descendants(pid)]
-        self._signal([*self._running, *below], number)
-        self._stop = self._stop_steps(moment)
+        begun = time.monotonic()
+        if self._stop is None:  # a handler must not run twice
+            self._kill_at, self._kills_early = begun + grace, early
+            # Send SIGINT to a command's child processes too, as Ctrl-C in a terminal does: a shell
+            # would not forward it.
+            below = []
+            if number == signal.SIGINT and not self._options.program.is_python:
+                below = [child for pid in self._running for child in processes.descendants(pid)]
+            self._signal([*self._running, *below], number)
+            self._stop = self._stop_steps(begun)
+        self._kills_early |= early
+        self._kill_at = min(begun + grace, self._kill_at)
 
     def _stop_steps(self, begun: float) -> Iterator[None]:
         """Kill the workers when it is time, then what they left behind; a step takes 20 ms."""

@@ -56,20 +56,20 @@ def write(job_dir: Path, environ: Mapping[str, str]) -> dict[str, str]:
         job_dir: the job's directory.
         environ: the environment that the processes inherit.
     """
+    import inspect
     import secrets
 
     from clusterjob.node.stacks import offer
     from clusterjob.node.workers import torch_patches
 
     directory = job_dir / "python"
-    texts = {"sitecustomize.py": _SITECUSTOMIZE}
     modules = {"__init__": sys.modules[__name__], "torch_patches": torch_patches, "offer": offer}
-    for name, module in modules.items():
-        loader: Any = module.__loader__
-        texts[f"clusterjob_hook/{name}.py"] = loader.get_source(module.__name__)
+    texts = {"sitecustomize": _SITECUSTOMIZE} | {
+        f"clusterjob_hook/{name}": inspect.getsource(module) for name, module in modules.items()
+    }
     try:
         for name, text in texts.items():
-            path = directory / name
+            path = directory / f"{name}.py"
             path.parent.mkdir(mode=0o700, exist_ok=True)
             own = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
             own.write_text(text)

@@ -25,7 +25,6 @@ import functools
 import json
 import os
 import re
-import socket
 import stat
 import sys
 import threading
@@ -38,8 +37,7 @@ from typing import Any
 STORE = "CLUSTERJOB_STORE"  # host:port of the agents' store; empty if rank 0 serves the store
 WAITS = "CLUSTERJOB_WAITS"  # "1": measure the waits for other ranks
 INTERVAL = 5.0  # seconds between two messages about waits
-_WAITING_NOTICE = 5.0  # seconds of waiting for a store before the notice that no process listens
-_CONNECT_TIMEOUT = 2.0
+_WAITING_NOTICE = 5.0  # seconds of waiting for a store before the notice that none answers
 _GLOO_TIMEOUT = 2.0
 # With TORCH_DISTRIBUTED_DEBUG=DETAIL a wrapper with its own gloo group holds each backend.
 _GLOO = ("ProcessGroupGloo", "_ProcessGroupWrapper")
@@ -238,7 +236,8 @@ def patch_stores(module: Any) -> None:
 
         notice = threading.Timer(_WAITING_NOTICE, _print_notice, (hostname, port))
         notice.daemon = True
-        notice.start()
+        if rank:
+            notice.start()
         try:  # as torch does where no agent serves a store
             world_size, timeout = args[:2]
             return TCPStore(hostname, port, world_size, rank == 0, timeout, multi_tenant=True)
@@ -249,17 +248,9 @@ def patch_stores(module: Any) -> None:
 
 
 def _print_notice(host: str, port: int) -> None:
-    """Print one notice if no process listens at the address where this process waits."""
-    try:
-        socket.create_connection((host, port), _CONNECT_TIMEOUT).close()
-    except OSError as error:
-        own = os.environ.get(STORE, "")
-        sys.stderr.write(
-            f"clusterjob: no process listens at {host}:{port}, where this process waits for rank"
-            f" 0's store ({error.strerror or error})"
-            f"{f'; the job store is at {own}' if own else ''}\n"
-        )
-        sys.stderr.flush()
+    own = os.environ.get(STORE, "")
+    text = f"no store answers at {host}:{port}, where this process waits for rank 0's"
+    print(f"clusterjob: {text}; the job store is at {own}", file=sys.stderr, flush=True)
 
 
 # -- waits for other ranks -------------------------------------------------------------------------
