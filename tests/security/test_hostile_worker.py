@@ -52,6 +52,7 @@ def test_false_table_of_worker_hides_no_hang(make_job: MakeJob, table: str) -> N
 def test_endless_line_of_worker_fills_no_memory_and_hides_no_report() -> None:
     pipe = forkserver_messages.ReportPipe()
     rest, write_end = len(pipe._rest), pipe.ends[1]
+    os.set_blocking(write_end, True)  # by any process that has the pipe
 
     def write() -> None:
         for _ in range(256):

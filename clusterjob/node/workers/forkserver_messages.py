@@ -20,7 +20,7 @@ from clusterjob.node.system.codec import Codec, Limit
 MESSAGE_BYTES = 1 << 17  # maximum of one message; SOCK_SEQPACKET keeps message boundaries
 MAX_NAMED = 8  # maximum ranks that one message names
 _MAX_TEXT, _MAX_WHERE = 900, 300  # characters of a failure; see `torch_patches.fail`
-# Maximum bytes of one reading: a worker may write without end. It is the largest size of a pipe.
+# Maximum bytes of one reading: the largest size of a pipe (pipe-max-size, proc(5)).
 _MAX_READ = 1 << 20
 _MAX_REST = 1 << 16  # bytes of a line without an end
 _Rank = Annotated[int, Limit((1 << 24) - 1)]
@@ -225,15 +225,13 @@ class ReportPipe:
     def __init__(self) -> None:
         self.ends = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         self.read_end = self.ends[0]
-        os.set_blocking(self.ends[1], True)
         self._rest = b""
 
     def read(self) -> Iterator[Any]:
         """Yield the reports that have arrived; skip lines that are no report."""
         data = self._rest
         with contextlib.suppress(BlockingIOError):
-            while len(data) < _MAX_READ and (chunk := os.read(self.read_end, 65536)):
-                data += chunk
+            data += os.read(self.read_end, _MAX_READ)
         *lines, rest = data.split(b"\n")
         self._rest = rest[:_MAX_REST]
         for line in lines:

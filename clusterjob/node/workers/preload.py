@@ -14,6 +14,7 @@ import atexit
 import contextlib
 import gc
 import io
+import itertools
 import os
 import re
 import select
@@ -66,9 +67,8 @@ def changed_variable(source: bytes, file: Path) -> str | None:
     Returns:
         A sentence with file, line and variable; None if no file has one.
     """
-    left, seen = [(file, source)], {file}
-    while left:
-        path, text = left.pop()
+    texts, seen = [(file, source)], {file}
+    for path, text in texts:  # it grows while it is read
         found = _READ_BY_IMPORT.search(text) if _CHANGES.search(text) else None
         if found is not None:
             line = text.count(b"\n", 0, found.start(1)) + 1
@@ -76,25 +76,22 @@ def changed_variable(source: bytes, file: Path) -> str | None:
                 f"{path.name} line {line} names {found[1].decode()},"
                 " which torch reads while it is imported"
             )
-        for module in _imported(text):
-            for own in (
-                directory / end
-                for directory in (path.parent, file.parent, Path())
-                for end in (f"{module}.py", f"{module}/__init__.py")
-            ):
-                if own not in seen and len(seen) < _MAX_FILES and own.is_file():
-                    seen.add(own)
-                    with contextlib.suppress(OSError), own.open("rb") as stream:
-                        left.append((own, stream.read(_MAX_BYTES)))
+        for directory, name in itertools.product((path.parent, file.parent, Path()), _names(text)):
+            own = directory / name
+            if own not in seen and len(seen) < _MAX_FILES and own.is_file():
+                seen.add(own)
+                with contextlib.suppress(OSError), own.open("rb") as stream:
+                    texts.append((own, stream.read(_MAX_BYTES)))
     return None
 
 
-def _imported(text: bytes) -> Iterator[str]:
-    """Yield the modules that a text may import, as paths without an ending, and other words."""
+def _names(text: bytes) -> Iterator[str]:
+    """Yield the files of the modules that a text may import, and of other words."""
     for statement in _IMPORT.findall(text):
         first, *members = re.findall(r"[\w.]+", statement.decode(errors="replace")) or [""]
         for module in (first, *members, *(f"{first}.{member}" for member in members)):
-            yield module.strip(".").replace(".", "/")
+            path = module.strip(".").replace(".", "/")
+            yield from (f"{path}.py", f"{path}/__init__.py")
 
 
 def preload_torch(*, training: bool = False) -> str | None:
