@@ -144,7 +144,7 @@ class WorkerHandler:
     """A worker has a Python handler of SIGTERM.
 
     Attributes:
-        state: ``set``, ``begun`` or ``ended``.
+        state: ``set`` or ``begun``.
     """
 
     local_rank: int
