@@ -9,7 +9,6 @@ finds no room on the disk is dropped, and a line says so.
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import os
 import select
 import signal
@@ -19,7 +18,7 @@ from pathlib import Path
 
 from clusterjob.node.system import files, processes
 
-PIPE_BYTES = 1 << 20  # beyond 64 MiB of a user (pipe-user-pages-soft), pipes stay small
+_PIPE_BYTES = 1 << 16  # of a new pipe (pipe(7))
 _FLUSH_SECONDS = 1.0  # an answer may take longer on a disk that hangs
 
 
@@ -36,8 +35,6 @@ def open_stream() -> tuple[int, int]:
     """Return a pipe for one stream of a worker: the end for `add`, and that of the worker."""
     read_end, write_end = os.pipe2(os.O_CLOEXEC)
     os.set_blocking(read_end, False)
-    with contextlib.suppress(OSError):
-        fcntl.fcntl(read_end, fcntl.F_SETPIPE_SZ, PIPE_BYTES)
     return read_end, write_end
 
 
@@ -75,7 +72,7 @@ class _Stream:
     def move(self) -> bool:
         """Write what is in the pipe now; return whether a process can still write into it."""
         with contextlib.suppress(BlockingIOError):
-            data = os.read(self.pipe, PIPE_BYTES)
+            data = os.read(self.pipe, _PIPE_BYTES)
             self._write(data)
             return bool(data)
         return True
