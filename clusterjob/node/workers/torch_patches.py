@@ -228,13 +228,18 @@ def patch_stores(module: Any) -> None:
 
     @functools.wraps(create)
     def create_store(hostname: str, port: int, rank: int, *args: Any, **options: Any) -> Any:
-        is_own = asks_agents() and has_agent_variables()
-        served = served_at(port) if is_own else hostname
+        by_agents = asks_agents() and has_agent_variables()
+        served = served_at(port) if by_agents else hostname
         if served is not None:
             return create(served, port, rank, *args, **options)
         from torch.distributed import TCPStore
 
-        notice = threading.Timer(_WAITING_NOTICE, _print_notice, (hostname, port))
+        text = (
+            f"clusterjob: no store answers at {hostname}:{port}, where this process waits for rank"
+            f" 0's; the job store is at {os.environ[STORE]}"
+        )
+        shown = {"file": sys.stderr, "flush": True}
+        notice = threading.Timer(_WAITING_NOTICE, print, (text,), shown)
         notice.daemon = True
         if rank:
             notice.start()
@@ -245,12 +250,6 @@ def patch_stores(module: Any) -> None:
             notice.cancel()
 
     module._create_c10d_store = create_store
-
-
-def _print_notice(host: str, port: int) -> None:
-    own = os.environ.get(STORE, "")
-    text = f"no store answers at {host}:{port}, where this process waits for rank 0's"
-    print(f"clusterjob: {text}; the job store is at {own}", file=sys.stderr, flush=True)
 
 
 # -- waits for other ranks -------------------------------------------------------------------------
