@@ -32,7 +32,7 @@ from clusterjob.node import contract
 from clusterjob.node.logs.log_files import last_lines, node_directory
 from clusterjob.node.options import LaunchOptions
 from clusterjob.node.program import Program
-from clusterjob.node.system import devices, network, processes
+from clusterjob.node.system import devices, files, network, processes
 
 _POLL = 0.1  # seconds between two looks at the processes
 _LOST = 3  # attempts to connect in a row that fail after which the head is gone
@@ -88,9 +88,7 @@ def _run(directory: Path, timeout: float, cpus: int, program: list[str]) -> None
         raise ClusterJobError(f"{name} cannot be resolved: {error.strerror}") from error
     address = network.with_port(host, port)
     log = node_directory(Path(os.environ[contract.JOB_DIR]), rank) / "ray.log"
-    temporary = directory / os.environ["TORCHELASTIC_RESTART_COUNT"]
-    temporary.mkdir(mode=0o700)
-    _change_environment(temporary)
+    _change_environment(directory / "token")
     deadline = time.monotonic() + timeout
     if rank == 0:
         # Ray's client server cannot be left out, and its default port may be taken.
@@ -107,7 +105,7 @@ def _run(directory: Path, timeout: float, cpus: int, program: list[str]) -> None
         role = [f"--address={address}", f"--node-ip-address={own}"]
     command = [
         sys.executable, "-m", "ray.scripts.scripts", "start", "--block", *role,
-        "--disable-usage-stats", "--log-color=false", f"--temp-dir={temporary}",
+        "--disable-usage-stats", "--log-color=false", f"--temp-dir={directory}",
         f"--num-cpus={cpus or devices.usable_cores()}",
         f"--num-gpus={devices.visible_gpus(os.environ)}",
         f'--resources={{"clusterjob_node{rank}": 1}}',
@@ -124,8 +122,7 @@ def _run(directory: Path, timeout: float, cpus: int, program: list[str]) -> None
 
     def check() -> None:
         if ray.poll() is not None:
-            lines = [line for line in last_lines(log, 20, 1 << 14) if line.strip()]
-            text = " ".join(lines)[-1000:]
+            text = " ".join(last_lines(log, 20, 1 << 14))[-1000:]
             raise ClusterJobError(f"Ray ended with {ray.returncode} on node {rank}: {text}")
 
     if rank == 0:
@@ -142,8 +139,12 @@ def _run(directory: Path, timeout: float, cpus: int, program: list[str]) -> None
             check()
 
 
-def _change_environment(temporary: Path) -> None:
-    """Make the environment that of Ray and of the program, which have no rank."""
+def _change_environment(token: Path) -> None:
+    """Make the environment that of Ray and of the program, which have no rank.
+
+    Args:
+        token: the file for Ray's token.
+    """
     for name in (
         *contract.LAUNCH_VARIABLES, contract.STORE, contract.WARNING_FD, contract.REPORT_FD,
         "RAY_ADDRESS",
@@ -152,9 +153,8 @@ def _change_environment(temporary: Path) -> None:
     key = os.environ.pop(contract.STORE_KEY)
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     if not os.environ.get("RAY_AUTH_MODE"):
-        token = temporary / "token"
-        with open(os.open(token, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as stream:
-            stream.write(hmac.new(key.encode(), b"ray", hashlib.sha256).hexdigest())
+        text = hmac.new(key.encode(), b"ray", hashlib.sha256).hexdigest()
+        files.write_atomic(token, text.encode())
         os.environ.update(RAY_AUTH_MODE="token", RAY_AUTH_TOKEN_PATH=str(token))
 
 
