@@ -90,10 +90,7 @@ class FlightRecorder:
 
 def _write(pipe: str) -> bool:
     """Write into a pipe; return False if no process reads it."""
-    with contextlib.suppress(OSError):
-        descriptor = os.open(pipe, os.O_WRONLY | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOFOLLOW)
-        try:
-            return os.write(descriptor, b"dump\n") > 0
-        finally:
-            os.close(descriptor)
+    flags = os.O_WRONLY | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOFOLLOW
+    with contextlib.suppress(OSError), os.fdopen(os.open(pipe, flags), "wb", 0) as stream:
+        return bool(stream.write(b"dump\n"))
     return False

@@ -599,8 +599,7 @@ class Forkserver:
         if self._agent_group == (parent or self._agent_pid):
             # The agent, or its parent, leads the group: kill the background processes of its setup
             # lines.
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(self._agent_group, signal.SIGKILL)
+            processes.signal_group(self._agent_group, signal.SIGKILL)
         ends.write_lost(
             self._job_dir,
             self._node_rank,

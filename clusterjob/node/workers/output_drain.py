@@ -44,11 +44,8 @@ def add(control: socket.socket, pipe: int, path: Path) -> None:
     Raises:
         OSError: the file cannot be created, or the process has ended.
     """
-    log = files.open_log(path)
-    try:
-        socket.send_fds(control, [os.fsencode(path.name)], [pipe, log])
-    finally:
-        os.close(log)
+    with os.fdopen(files.open_log(path), "wb") as log:
+        socket.send_fds(control, [os.fsencode(path.name)], [pipe, log.fileno()])
 
 
 def flush(control: socket.socket) -> None:

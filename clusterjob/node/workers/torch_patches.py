@@ -84,12 +84,9 @@ def send(type_: str, **fields: Any) -> None:
         own = int(local_rank or os.environ.get("LOCAL_RANK", "0"))
         line = json.dumps({"type": type_, "local_rank": own, **fields}, ensure_ascii=False)
         flags = os.O_WRONLY | os.O_NONBLOCK | os.O_CLOEXEC
-        descriptor = os.open(f"/proc/{owner}/fd/{int(name)}", flags)
-        try:
-            if stat.S_ISFIFO(os.fstat(descriptor).st_mode):
-                os.write(descriptor, f"{line}\n".encode(errors="replace"))
-        finally:
-            os.close(descriptor)
+        with os.fdopen(os.open(f"/proc/{owner}/fd/{int(name)}", flags), "wb", 0) as pipe:
+            if stat.S_ISFIFO(os.fstat(pipe.fileno()).st_mode):
+                pipe.write(f"{line}\n".encode(errors="replace"))
 
 
 # -- process groups --------------------------------------------------------------------------------
