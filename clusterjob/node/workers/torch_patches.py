@@ -119,7 +119,8 @@ def patch_groups(module: Any) -> None:
 
     for function in (destroy_process_group, init_process_group, separate_rendezvous):
         setattr(module, function.__name__, function)
-    atexit.register(_keep_at_exit, module)
+    atexit.register(wait_for_gloo)
+    atexit.register(_never_free, module)  # runs before it
     os.register_at_fork(after_in_child=functools.partial(_never_free, module, files=True))
 
 
@@ -136,11 +137,6 @@ def _never_free(module: Any, *, files: bool = False) -> None:
                     backend = group._get_backend(device)
                     if type(backend).__name__ in _GLOO:
                         ctypes.pythonapi.Py_IncRef(ctypes.py_object(backend))
-
-
-def _keep_at_exit(module: Any) -> None:
-    _never_free(module)
-    wait_for_gloo()
 
 
 def wait_for_gloo() -> None:
