@@ -133,14 +133,14 @@ class Failures:
         # A worker that fails because another worker ended raises an exception or aborts. SIGKILL
         # and SIGSEGV are never such an effect.
         effect = raised and (kind is FailureKind.RENDEZVOUS or failure_texts.is_effect(meanings))
-        exception = failure_texts.last_exception(own if raised else last)
-        if exception is not None and kind in (None, FailureKind.EXIT_CODE) and raised:
+        exception = failure_texts.last_exception(own) if raised else None
+        if exception is not None and kind in (None, FailureKind.EXIT_CODE):
             message = f"{exception} ({message})"
         if not world.gpus and Meaning.NO_GPU_FOR_NCCL in failure_texts.meanings((message,)):
             message += _NO_NCCL_HINT
-        memory = self._memory_note(signal_name, meanings)
-        if memory:
-            kind = FailureKind.OOM_HOST
+        by_kernel = signal_name == "SIGKILL" or Meaning.CHILD_KILLED in meanings  # perhaps
+        if by_kernel and (news := self.oom_kills.describe_new()):
+            message, kind = f"{message} ({news})", FailureKind.OOM_HOST
         return Failure(
             rank,
             local,
@@ -148,24 +148,14 @@ class Failures:
             host=self.host,
             exit_code=code,
             signal=signal_name,
-            message=message + memory,
+            message=message,
             last_lines=last,
             effect=effect,
             kind=failure_texts.kind_of_end(
-                kind, meanings, signal_name, raised=rank is not None and exception is not None
+                kind, meanings, signal_name, raised=exception is not None
             ),
             where=where or failure_texts.place(lines),
         )
-
-    def _memory_note(self, signal_name: str | None, meanings: frozenset[Meaning]) -> str:
-        """Return a note about the kernel's out-of-memory kills since the last call, or "".
-
-        Only SIGKILL of the worker, or of one of its child processes, can be such a kill.
-        """
-        if signal_name != "SIGKILL" and Meaning.CHILD_KILLED not in meanings:
-            return ""
-        news = self.oom_kills.describe_new()
-        return f" ({news})" if news else ""
 
 
 @dataclass
