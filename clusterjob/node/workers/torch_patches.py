@@ -131,7 +131,7 @@ def _never_free(module: Any, *, files: bool = False) -> None:
     of the last rank removes the file; the next run would find it.
     """
     for group, (_, store) in module._world.pg_map.items():
-        if files or type(_innermost(store)).__name__ != "FileStore":
+        if files or _kind(store) != "FileStore":
             with contextlib.suppress(AttributeError, RuntimeError):  # a group written in Python
                 for device in group._device_types:
                     backend = group._get_backend(device)
@@ -172,10 +172,9 @@ def _gloo_threads() -> dict[str, Any]:
     return found
 
 
-def _innermost(store: Any) -> Any:
-    while hasattr(store, "underlying_store"):
-        store = store.underlying_store
-    return store
+def _kind(store: Any) -> str:
+    """Return the class of a store below its prefixes, such as ``TCPStore``."""
+    return type(getattr(store, "_underlying_non_prefix_store", store)).__name__
 
 
 def _separate_store(store: Any, rank: int, world_size: int) -> Any:
@@ -185,7 +184,7 @@ def _separate_store(store: Any, rank: int, world_size: int) -> Any:
     children of one trial of a sweep. Groups of different sizes are counted separately, because some
     ranks belong only to the larger groups.
     """
-    if type(_innermost(store)).__name__ != "TCPStore" or not has_agent_variables():
+    if _kind(store) != "TCPStore" or not has_agent_variables():
         return store
     from torch.distributed import PrefixStore
 
