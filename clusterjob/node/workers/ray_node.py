@@ -12,6 +12,7 @@ import atexit
 import functools
 import hashlib
 import hmac
+import importlib
 import importlib.metadata
 import importlib.util
 import os
@@ -26,6 +27,7 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from clusterjob.errors import ClusterJobError
 from clusterjob.node import contract
@@ -185,8 +187,7 @@ def _wait_for_nodes(count: int, deadline: float, check: Callable[[], None]) -> N
         ClusterJobError: a node has not joined in time, or Ray has ended.
     """
     signal.alarm(int(max(0.0, deadline - time.monotonic())) + _HANGS)
-    import ray
-
+    ray: Any = importlib.import_module("ray")
     ray.init(address=os.environ["RAY_ADDRESS"], logging_level="ERROR", log_to_driver=False)
     while True:
         joined = {name for node in ray.nodes() if node["Alive"] for name in node["Resources"]}
