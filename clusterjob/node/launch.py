@@ -10,7 +10,6 @@ import shutil
 import socket
 import sys
 import tempfile
-import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -32,7 +31,7 @@ from clusterjob.node.stacks.offer import anonymous_file
 from clusterjob.node.system import devices, private_dirs, processes
 from clusterjob.node.system.sanitize import sanitize
 from clusterjob.node.verdict import JobState, Verdict
-from clusterjob.node.workers import forkserver_messages, preload
+from clusterjob.node.workers import preload, torch_patches
 from clusterjob.node.workers.forkserver import Forkserver
 
 if TYPE_CHECKING:
@@ -326,17 +325,7 @@ def _serve_as_forkserver(forkserver: Forkserver) -> NoReturn:
     program = forkserver.serve()
     if program is None:
         os._exit(0)
-    report_fd, own_pid = (int(part) for part in os.environ[contract.REPORT_FD].split(":"))
-    local_rank = int(os.environ["LOCAL_RANK"])
-
-    def on_failure(message: str, exit_code: int, kind: str, where: str) -> None:
-        if os.getpid() == own_pid:  # a child that the program forked returns to this code too
-            failing = forkserver_messages.WorkerFailing(
-                local_rank, time.monotonic(), message, exit_code, kind, where=where
-            )
-            forkserver_messages.report(report_fd, failing)
-
-    run_as_main(program, on_failure)
+    run_as_main(program, torch_patches.fail)
 
 
 def _identity(

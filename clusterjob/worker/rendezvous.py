@@ -281,9 +281,7 @@ def _is_served(worker: Worker) -> bool:
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True" or named != (host, str(port)):
         return False
     # A script may set another master than clusterjob's agents.
-    return (
-        not torch_patches.has_agent_variables() or torch_patches.served_at(host, port) is not None
-    )
+    return not torch_patches.has_agent_variables() or torch_patches.served_at(port) is not None
 
 
 def _launcher_store(worker: Worker, wait: timedelta) -> Any:

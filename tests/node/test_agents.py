@@ -371,6 +371,7 @@ def test_invalid_data_in_report_pipe_is_ignored(make_job: MakeJob) -> None:
     script = job.script("""
         import os
         fd = int(os.environ["CLUSTERJOB_REPORT_FD"].partition(":")[0])
+        os.set_blocking(fd, True)
         with open("junk", "rb") as junk:
             left = junk.read()
             while left:

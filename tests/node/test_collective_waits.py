@@ -17,7 +17,7 @@ TRAIN = """
     from torch import nn
 
     slow = int(sys.argv[1])
-    names = ("clusterjob.node.workers.torch_patches", "clusterjob_torch_patches")
+    names = ("clusterjob.node.workers.torch_patches", "clusterjob_hook.torch_patches")
     measured = next(filter(None, map(sys.modules.get, names)))
     measured.INTERVAL = 0.5
     found = []

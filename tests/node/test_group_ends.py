@@ -225,7 +225,7 @@ def test_group_left_at_the_end_is_not_freed_and_a_destroyed_one_is(path: str) ->
         dist.destroy_process_group()
         show()
         make()
-        patches = sys.modules["clusterjob_torch_patches"]
+        patches = sys.modules["clusterjob_hook.torch_patches"]
         patches._never_free(dist.distributed_c10d)
         dist.destroy_process_group()
         show()

@@ -10,7 +10,7 @@ import pytest
 from hooked import hooked_path, python
 from launching import ROOT
 
-from clusterjob.node.workers import worker_process
+from clusterjob.node.workers import hook
 
 LOADED = (
     "import sys; print(sum(getattr(finder, 'of_clusterjob', False) for finder in sys.meta_path), "
@@ -94,21 +94,21 @@ def test_hook_is_installed_only_in_supported_python_versions(
     code = "import sys; print(any(hasattr(finder, 'of_clusterjob') for finder in sys.meta_path))"
     assert python(path, code, interpreter=other).stdout == f"{installed}\n"
     if installed:
-        patches = Path(path.partition(os.pathsep)[0]) / "clusterjob_torch_patches.py"
+        patches = Path(path.partition(os.pathsep)[0]) / "clusterjob_hook" / "torch_patches.py"
         completed = python("", f"import runpy; runpy.run_path({str(patches)!r})", interpreter=other)
         assert (completed.returncode, completed.stderr) == (0, "")
 
 
 def test_hook_of_job_inside_another_job_is_installed_once(path: str, tmp_path: Path) -> None:
     (tmp_path / "inner").mkdir()
-    inner = worker_process.write_hook(tmp_path / "inner", {"PYTHONPATH": path})["PYTHONPATH"]
+    inner = hook.write(tmp_path / "inner", {"PYTHONPATH": path})["PYTHONPATH"]
     completed = python(inner, f"{LOADED}; print(sys.from_site)")
     assert (completed.stdout, completed.stderr) == ("1 False\nTrue\n", "")
 
 
 def test_missing_hook_directory_is_no_error(tmp_path: Path) -> None:
     assert python(str(tmp_path / "gone"), LOADED).stdout == "0 False\n"
-    assert worker_process.write_hook(tmp_path / "gone", {"PYTHONPATH": "/mine"}) == {}
+    assert hook.write(tmp_path / "gone", {"PYTHONPATH": "/mine"}) == {}
 
 
 def test_process_outside_job_keeps_behaviour_of_torch(path: str) -> None:
@@ -169,7 +169,7 @@ def test_hook_imports_only_future_module() -> None:
     completed = python(
         str(ROOT),
         "import sys; before = set(sys.modules)\n"
-        "from clusterjob.node.workers import hook; hook.install()\n"
+        "from clusterjob.node.workers import hook; hook.patch()\n"
         "new = set(sys.modules) - before\n"
         "print(sorted(name for name in new if not name.startswith('clusterjob')))",
     )

@@ -145,7 +145,7 @@ def test_missing_node_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     job = submit(tmp_path, "0", options=options)
     verdict = job.wait(timeout=240)
     assert verdict.exit_code == 1
-    assert "node 1 has not joined the Ray cluster after 60 s" in job.logs(), job.logs()
+    assert "node 1 has not joined the Ray cluster in time" in job.logs(), job.logs()
     assert time.monotonic() - begin < 150
     wait_for_end_of_ray(job)
 

@@ -12,7 +12,7 @@ import pytest
 from launching import write_tree
 from procs import TEST_TIMEOUT
 
-from clusterjob.node.workers import worker_process
+from clusterjob.node.workers import hook
 
 SHOW = 'import sys, part, src_mod; print("{0}", part.V, src_mod.V, sys.argv[1:])\n'
 
@@ -32,7 +32,7 @@ class Tree:
         own = {"PYTHONPATH": f"{self.current}/src"}
         self.environ = (
             os.environ
-            | worker_process.write_hook(tmp_path, own)
+            | hook.write(tmp_path, own)
             | {
                 "CLUSTERJOB_CODE_ORIGIN": str(self.current),
                 "CLUSTERJOB_CODE_TREE": str(self.kept),

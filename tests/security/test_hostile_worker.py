@@ -8,7 +8,6 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -17,7 +16,7 @@ from procs import TEST_TIMEOUT, Job
 from clusterjob.node.stacks import collect, grouping
 from clusterjob.node.stacks.grouping import Frame, RankStack, ThreadStack
 from clusterjob.node.stacks.progress import Progress
-from clusterjob.node.workers import forkserver_messages
+from clusterjob.node.workers import forkserver_messages, torch_patches
 
 MakeJob = Callable[..., Job]
 FALSE_WORKERS = {
@@ -53,12 +52,12 @@ def test_false_table_of_worker_hides_no_hang(make_job: MakeJob, table: str) -> N
 def test_endless_line_of_worker_fills_no_memory_and_hides_no_report() -> None:
     pipe = forkserver_messages.ReportPipe()
     rest, write_end = len(pipe._rest), pipe.ends[1]
+    os.set_blocking(write_end, True)  # by any process that has the pipe
 
     def write() -> None:
         for _ in range(256):
             os.write(write_end, b"x" * (1 << 16))
-        os.write(write_end, b"\n")
-        forkserver_messages.report(write_end, forkserver_messages.WorkerAlive(3, 7))
+        os.write(write_end, b'\n{"type": "WorkerAlive", "local_rank": 3, "step": 7}\n')
 
     writer = threading.Thread(target=write, daemon=True)
     writer.start()
@@ -73,11 +72,14 @@ def test_endless_line_of_worker_fills_no_memory_and_hides_no_report() -> None:
     assert rest <= 1 << 16
 
 
-def test_failure_that_is_too_long_for_one_write_is_cut() -> None:
+def test_failure_that_is_too_long_for_one_write_is_cut(monkeypatch: pytest.MonkeyPatch) -> None:
     pipe = forkserver_messages.ReportPipe()
-    failing = forkserver_messages.WorkerFailing(3, 1.0, "x" * 9000, 1, where="y" * 9000)
-    forkserver_messages.report(pipe.ends[1], failing)
-    assert list(pipe.read()) == [replace(failing, message="x" * 900, where="y" * 300)]
+    monkeypatch.setenv("CLUSTERJOB_REPORT_FD", f"{pipe.ends[1]}:3:{os.getpid()}")
+    monkeypatch.setenv("LOCAL_RANK", "0")  # a program may change it
+    torch_patches.fail("x" * 9000, 1, "code", where="y" * 9000)
+    [failing] = pipe.read()
+    assert (failing.local_rank, failing.exit_code, failing.kind) == (3, 1, "code")
+    assert (failing.message, failing.where) == ("x" * 900, "y" * 300)
     for descriptor in pipe.ends:
         os.close(descriptor)
 

@@ -8,7 +8,7 @@ import sys
 import textwrap
 from pathlib import Path
 
-from clusterjob.node.workers import worker_process
+from clusterjob.node.workers import hook
 
 MODES = ["fork", "exec"]
 
@@ -30,7 +30,7 @@ def hooked_path(directory: Path) -> str:
     own.mkdir()
     (own / "sitecustomize.py").write_text("import sys; sys.from_site = True\n")
     (own / "usercustomize.py").write_text("import sys; sys.from_user = True\n")
-    return worker_process.write_hook(directory, {"PYTHONPATH": str(own)})["PYTHONPATH"]
+    return hook.write(directory, {"PYTHONPATH": str(own)})["PYTHONPATH"]
 
 
 def python(

@@ -67,5 +67,5 @@ def wait_for_end_of_ray(job: Job[object]) -> None:
     The driver has printed the files in these directories, if it ran.
     """
     wait_until(lambda: not ray_processes(job), 5.0, "no Ray process 5 s after the end")
-    folders = [Path(path).parent.parent for path in re.findall(r" (/\S+/token)\b", job.logs())]
+    folders = [Path(path).parent for path in re.findall(r" (/\S+/token)\b", job.logs())]
     wait_until(lambda: not any(map(Path.exists, folders)), 5.0, "no directory of Ray is left")

@@ -25,13 +25,7 @@ from clusterjob.node.stacks.grouping import Frame, RankStack, ThreadStack
 from clusterjob.node.stacks.progress import Activity, Progress
 from clusterjob.node.system.codec import MalformedMessageError
 from clusterjob.node.verdict import Failure, FailureKind, JobState, Verdict
-from clusterjob.node.workers.flight_recorder import (
-    DUMP_FILE,
-    OLD_DUMP_FILE,
-    OLD_SIZE,
-    PIPE_FILE,
-    FlightRecorder,
-)
+from clusterjob.node.workers.flight_recorder import DUMP_FILE, PIPE_FILE, FlightRecorder
 
 TORCH = "/venv/lib/python3.11/site-packages/torch/distributed/distributed_c10d.py"
 
@@ -285,20 +279,6 @@ def test_flight_recorder_without_pipes_sets_no_variable(
 
     monkeypatch.setattr("tempfile.mkdtemp", refuse)
     assert FlightRecorder(tmp_path, 0, attempt=0).variables({}, 0) == {}
-
-
-def test_variables_of_the_flight_recorder_have_the_names_of_the_installed_torch(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    recorder = FlightRecorder(tmp_path, 0, attempt=0)
-    new = recorder.variables({}, 0)
-    assert OLD_DUMP_FILE not in new  # torch would warn on each rank
-    monkeypatch.setattr("clusterjob.node.logs.events.versions", lambda: {"torch": "2.4.1"})
-    old = recorder.variables({}, 0)
-    assert (old[OLD_DUMP_FILE], old[OLD_SIZE]) == (new[DUMP_FILE], "2000")
-    assert DUMP_FILE not in old
-    assert recorder.variables({OLD_SIZE: "0"}, 0)[OLD_SIZE] == "0"
-    recorder.close()
 
 
 @pytest.mark.parametrize(("quiet", "shown"), [(599.0, False), (660.0, True)])

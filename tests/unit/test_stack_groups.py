@@ -152,7 +152,7 @@ def test_main_thread_of_py_spy_is_first_and_native_frames_have_no_line() -> None
 
 
 @pytest.mark.parametrize(
-    "hook", ["/lib/clusterjob/node/workers/", "/j/python/clusterjob_"], ids=["forked", "exec"]
+    "hook", ["/lib/clusterjob/node/workers/", "/j/python/clusterjob_hook/"], ids=["forked", "exec"]
 )
 def test_frames_and_threads_of_the_hook_are_left_out(hook: str) -> None:
     text = f"""\

@@ -9,8 +9,9 @@ import pytest
 
 from clusterjob.node.contract import World
 from clusterjob.node.program import Program
-from clusterjob.node.workers.worker_failures import torchrun_cause
-from clusterjob.node.workers.worker_process import torchrun_command
+from clusterjob.node.verdict import Failure
+from clusterjob.node.workers.forkserver import torchrun_command
+from clusterjob.node.workers.worker_failures import Failures
 
 WORLD = World(
     0,
@@ -75,40 +76,39 @@ def test_command_line_of_torchrun_has_placement_and_program(
     assert argv[-len(end) :] == end
 
 
+def failure_of(directory: Path, stderr: str | None) -> Failure:
+    """Return the failure of a node whose torchrun has written this text."""
+    if stderr is not None:
+        (directory / "torchrun.err").write_text(stderr)
+    failures = Failures(1, "gpu1", directory=directory, attempt=0, under_torchrun=True)
+    return failures.of_worker(WORLD, 0, code=1, signal_name=None, message="exited with code 1")
+
+
 @pytest.mark.parametrize(
     ("written", "code", "signal"), [(3, 3, None), (-9, 137, "SIGKILL"), (-11, 139, "SIGSEGV")]
 )
 def test_stderr_of_torchrun_gives_rank_and_exit_of_root_cause(
     tmp_path: Path, written: int, code: int, signal: str | None
 ) -> None:
-    path = tmp_path / "torchrun.err"
-    path.write_text(
-        "[rank2]: peer is gone\n[rank3]: ValueError: boom\n" + CLOSING.format(code=written)
-    )
-    cause = torchrun_cause(path)
-    assert cause is not None
-    assert (cause.rank, cause.local_rank, cause.exit_code, cause.signal) == (3, 1, code, signal)
-    assert cause.last_lines == ("[rank3]: ValueError: boom",), (
-        "another rank's words are not this one's"
-    )
+    text = "[rank2]: peer is gone\n[rank3]: ValueError: boom\n" + CLOSING.format(code=written)
+    failure = failure_of(tmp_path, text)
+    found = (failure.rank, failure.local_rank, failure.exit_code, failure.signal)
+    assert found == (3, 1, code, signal)
+    # Another rank's lines are not this one's.
+    assert failure.last_lines == ("[rank3]: ValueError: boom",)
 
 
 def test_root_cause_without_output_has_no_lines_of_other_ranks(tmp_path: Path) -> None:
-    path = tmp_path / "torchrun.err"
-    path.write_text(
-        "[rank2]: Connection closed by peer\nterminate called\n" + CLOSING.format(code=-6)
-    )
-    cause = torchrun_cause(path)
-    assert cause is not None
-    assert cause.last_lines == ("terminate called",)
+    text = "[rank2]: Connection closed by peer\nterminate called\n" + CLOSING.format(code=-6)
+    assert failure_of(tmp_path, text).last_lines == ("terminate called",)
 
 
 @pytest.mark.parametrize(
     "text",
-    ["", "Traceback: torchrun itself\n", "Root Cause (first observed failure):\n[0]:\n  rank"],
+    [None, "", "torchrun: error\n", "Root Cause (first observed failure):\n[0]:\n  rank"],
 )
-def test_stderr_of_torchrun_without_root_cause_gives_none(tmp_path: Path, text: str) -> None:
-    path = tmp_path / "torchrun.err"
-    path.write_text(text)
-    assert torchrun_cause(path) is None
-    assert torchrun_cause(tmp_path / "absent") is None
+def test_stderr_of_torchrun_without_root_cause_is_the_failure_of_torchrun(
+    tmp_path: Path, text: str | None
+) -> None:
+    failure = failure_of(tmp_path, text)
+    assert (failure.rank, failure.message) == (None, "torchrun exited with code 1")

@@ -86,14 +86,17 @@ MAX_FRAMES = 200
 _LIBRARY = re.compile(
     r"/lib(64)?/python\d[^/]*/|-packages/|^<frozen |\.pyz/"
     r"|/clusterjob/(bootstrap\.py$|node/|worker/)"
-    r"|/python/(sitecustomize|clusterjob_\w+)\.py$"  # see `worker_process.write_hook`
+    r"|/python/(sitecustomize|clusterjob_hook/\w+)\.py$"  # see `workers.hook`
 )
 # The hook's files: functions between the program and torch, and a thread of their own.
 _HOOK = re.compile(
     r"/clusterjob/node/workers/(hook|torch_patches)\.py$"
-    r"|/python/(sitecustomize|clusterjob_\w+)\.py$"
+    r"|/python/(sitecustomize|clusterjob_hook/\w+)\.py$"
 )
-_IMPORT = re.compile(r"^<frozen importlib|/python/sitecustomize\.py$|/node/workers/hook\.py$")
+_IMPORT = re.compile(
+    r"^<frozen importlib|/python/(sitecustomize|clusterjob_hook/__init__)\.py$"
+    r"|/node/workers/hook\.py$"
+)
 
 
 def parse_threads(text: str) -> tuple[ThreadStack, ...]:

@@ -15,8 +15,8 @@ process, even if it executes another program just before they arrive.
 - An open file shows that the process wants its signal. It is closed when the program sets its own
   handler or executes another program.
 
-`hook` loads a copy of this file into Python 3.7 and newer. It imports only modules that Python has
-loaded already or contains, so that it takes less than a millisecond.
+`workers.hook` loads a copy of this file into Python 3.7 and newer. It imports only modules that
+Python has loaded already or contains, so that it takes less than a millisecond.
 """
 
 import _signal  # type: ignore[import-not-found]  # `signal` takes a millisecond

@@ -19,7 +19,7 @@ import threading
 import time
 import zlib
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any
 
@@ -72,6 +72,25 @@ def die_with_parent(parent_pid: int, with_signal: int = signal.SIGKILL) -> None:
     _prctl(_PR_SET_PDEATHSIG, int(with_signal))
     if os.getppid() != parent_pid:
         os._exit(1)
+
+
+def fork(action: Callable[[], int | None]) -> int:
+    """Fork a process that calls a function and exits; return its pid.
+
+    Its exit code is the function's result, 0 for None, and 1 after an exception, which is written
+    to stderr.
+    """
+    pid = os.fork()
+    if pid == 0:
+        code = 1
+        try:
+            code = int(action() or 0)
+        except BaseException as error:
+            with contextlib.suppress(OSError):
+                os.write(2, f"clusterjob: {error!r}\n".encode(errors="replace"))
+        finally:
+            os._exit(code)
+    return pid
 
 
 def adopt_orphans() -> None:

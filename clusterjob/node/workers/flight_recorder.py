@@ -1,30 +1,24 @@
 """Ask torch's flight recorder of each worker for a dump: its last collectives.
 
-torch records the collectives of NCCL. A thread of torch writes the record to a file when something
-is written into a pipe; these variables name both. The dumps are in the logs. The pipes are on this
-machine: the job directory may be on a disk that many nodes share.
+torch 2.8 and newer records the collectives of NCCL. A thread of torch writes the record to a file
+when something is written into a pipe; these variables name both. The dumps are in the logs. The
+pipes are on this machine: the job directory may be on a disk that many nodes share.
 """
 
 from __future__ import annotations
 
 import contextlib
 import os
-import re
 import shutil
 import tempfile
 import time
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
-from clusterjob.node.logs import events, log_files
+from clusterjob.node.logs import log_files
 
 PIPE_FILE = "TORCH_NCCL_DEBUG_INFO_PIPE_FILE"  # torch appends the rank and ".pipe"
 DUMP_FILE = "TORCH_FR_DUMP_TEMP_FILE"  # torch appends the rank
-# Before torch 2.8, the file had another name, and torch recorded nothing by default. Newer versions
-# warn about these names.
-_FIRST_WITH_NEW_NAMES = (2, 8)
-OLD_DUMP_FILE, OLD_SIZE = "TORCH_NCCL_DEBUG_INFO_TEMP_FILE", "TORCH_NCCL_TRACE_BUFFER_SIZE"
-_ENTRIES = "2000"  # as newer versions
 _POLL = 0.01
 _MEMORY = "/dev/shm"  # noqa: S108 - mkdtemp makes a private directory
 
@@ -53,7 +47,7 @@ class FlightRecorder:
         They are empty if the user has set them, or if no directory can be made for the pipes:
         torch's NCCL group would fail then.
         """
-        if any(name in environ for name in (PIPE_FILE, DUMP_FILE, OLD_DUMP_FILE)):
+        if PIPE_FILE in environ or DUMP_FILE in environ:
             return {}
         if self._pipes is None:
             memory = _MEMORY if os.access(_MEMORY, os.W_OK) else None  # TMPDIR may be a shared disk
@@ -61,10 +55,7 @@ class FlightRecorder:
                 self._pipes = Path(tempfile.mkdtemp(prefix="clusterjob-pipes-", dir=memory))
             except OSError:
                 return {}
-        pipe, dump = self._paths(restart)
-        if _has_new_names():
-            return {PIPE_FILE: pipe, DUMP_FILE: dump}
-        return {PIPE_FILE: pipe, OLD_DUMP_FILE: dump, OLD_SIZE: environ.get(OLD_SIZE, _ENTRIES)}
+        return dict(zip((PIPE_FILE, DUMP_FILE), self._paths(restart), strict=True))
 
     def request(self, restart: int, ranks: Iterable[int], seconds: float) -> tuple[str, ...]:
         """Ask ranks for their dumps; return the paths of the files, relative to the job directory.
@@ -97,18 +88,9 @@ class FlightRecorder:
         return pipe, str(directory / f"flight_recorder{suffix}.rank")
 
 
-def _has_new_names() -> bool:
-    version = events.versions().get("torch", "")
-    numbers = tuple(int(part) for part in re.findall(r"\d+", version)[:2])
-    return not numbers or numbers >= _FIRST_WITH_NEW_NAMES
-
-
 def _write(pipe: str) -> bool:
     """Write into a pipe; return False if no process reads it."""
-    with contextlib.suppress(OSError):
-        descriptor = os.open(pipe, os.O_WRONLY | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOFOLLOW)
-        try:
-            return os.write(descriptor, b"dump\n") > 0
-        finally:
-            os.close(descriptor)
+    flags = os.O_WRONLY | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOFOLLOW
+    with contextlib.suppress(OSError), os.fdopen(os.open(pipe, flags), "wb", 0) as stream:
+        return bool(stream.write(b"dump\n"))
     return False

@@ -18,7 +18,8 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from io import FileIO
 from pathlib import Path
 from typing import Any
 
@@ -30,23 +31,22 @@ from clusterjob.node.logs import ends, log_files
 from clusterjob.node.logs.job_dir import STORE_LOG
 from clusterjob.node.options import LaunchOptions
 from clusterjob.node.program import Program
-from clusterjob.node.stacks import collect, grouping, offer
-from clusterjob.node.system import processes
+from clusterjob.node.stacks import collect, offer
+from clusterjob.node.system import files, processes
 from clusterjob.node.system.processes import SharedNote
 from clusterjob.node.verdict import FailureKind
 from clusterjob.node.workers import forkserver_messages as messages
-from clusterjob.node.workers import output_drain, preload, snapshot_imports, worker_process
-from clusterjob.node.workers.worker_process import WorkerStart
+from clusterjob.node.workers import hook, output_drain, preload, torch_patches
 
 # Processes that workers leave behind get SIGTERM, then SIGKILL. In between, multiprocessing's
 # resource tracker frees the shared memory. It ignores SIGTERM and waits until the last process that
 # holds its pipe, such as a DataLoader worker, has ended.
 _LEFTOVERS = ((0.1, signal.SIGTERM), (0.5, signal.SIGKILL))
-# Seconds for a worker to begin its handler of SIGTERM after a failure, or to end after it.
-_EARLY_KILL = 1.0
+_EARLY_KILL = 1.0  # seconds for a worker to begin its handler of SIGTERM after a failure
 _ORPHANED_GRACE = 0.5  # seconds between SIGTERM and SIGKILL when the agent is gone
 _SWEEP_INTERVAL = 0.02
 _LEASE_INTERVAL, _LEASE_MARGIN = 0.5, 1.0
+_NOT_STARTED = 127  # a shell's exit code for a command that it cannot start
 
 
 class WarningPipe:
@@ -123,14 +123,11 @@ class Forkserver:
         self._agent_parent = agent_parent
         self._fork = False
         self._running: dict[int, int] = {}  # the local rank of each worker, by pid
-        self._table: int | None = None  # see `_write_table`
         self._store: int | None = None
         # pipes of the workers' output, and the files
         self._streams: list[tuple[int, Path]] = []
         self._stop: Iterator[None] | None = None  # the steps of a stop of all workers
-        self._kill_at, self._kills_early = 0.0, False
-        # The state of the SIGTERM handlers in Python, and since when, by local rank.
-        self._sigterm: dict[int, tuple[str, float]] = {}
+        self._sigterm: dict[int, str] = {}  # see `WorkerHandler`; by local rank
         # The pipe of this round's workers; None if the job cannot be preempted.
         self._warning: WarningPipe | None = None
         self._warned = False
@@ -154,19 +151,15 @@ class Forkserver:
         processes.die_with_parent(self._agent_pid, signal.SIGKILL)
         processes.adopt_orphans()
         self._agent_group = os.getpgid(0)
-        # Leave the agent's process group, so that only the agent receives Ctrl-C. If a worker reads
-        # the terminal, leave its session too: in that session the kernel would stop a background
-        # process that reads (SIGTTIN).
-        if self._stdin is not None and os.isatty(self._stdin):
-            os.setsid()
-        else:
-            os.setpgid(0, 0)
+        # Leave the agent's session, so that only the agent receives Ctrl-C. In that session the
+        # kernel would stop a background process that reads the terminal (SIGTTIN).
+        os.setsid()
         self._drain_pid, self._drain = output_drain.start()
         why = self._preload_torch()
         options = self._options
         is_python = options.program.is_python
         self._no_gpus = preload.missing_gpus(options.require_gpus or 0, is_python=is_python)
-        self._hook = worker_process.write_hook(self._job_dir, os.environ)
+        self._hook = hook.write(self._job_dir, os.environ)
         self._open()
         self._send(messages.Ready(why, drain=self._drain_pid))
         while not (self._quit and self._stop is None):
@@ -200,11 +193,9 @@ class Forkserver:
             return None
         if not options.program.is_python:
             return "a command, not a Python program" if options.start == "fork" else None
-        if options.program.on_stdin:
-            return "the script is on standard input"
         source, file = options.program.source(), options.program.file
-        if file.suffix != ".py":
-            return "not a Python source file"  # a zipapp, a .pyc, a directory with __main__.py
+        if file.suffix != ".py":  # standard input, a zipapp, a .pyc, a directory with __main__.py
+            return "not a Python source file"
         why = preload.changed_variable(source, file) if options.start == "auto" else None
         why = why or preload.preload_torch(training=preload.trains(source))
         self._fork = why is None
@@ -213,6 +204,7 @@ class Forkserver:
     def _open(self) -> None:
         self._wake_read, self._wake_write = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         self._reports = messages.ReportPipe()
+        self._table = offer.anonymous_file(TABLE)  # see `_write_table`
         signal.signal(signal.SIGCHLD, lambda *_: os.write(self._wake_write, b"."))
         # Not epoll: its descriptor would be shared with every forked worker.
         self._poll = select.poll()
@@ -235,7 +227,16 @@ class Forkserver:
         message = messages.FROM_AGENT.decode(json.loads(data))
         match message:
             case messages.StartRound():
-                return self._start(message.world, message.variables, descriptors)
+                error = self._no_gpus
+                if not error:
+                    try:
+                        return self._start(message.world, message.variables, descriptors)
+                    except OSError as failed:
+                        error = f"cannot start a worker: {failed}"
+                local_rank, now, kind = len(self._running), time.monotonic(), FailureKind.LAUNCH
+                self._send(
+                    messages.WorkerFailing(local_rank, now, error, 1, kind.value, started=False)
+                )
             case messages.WarnWorkers():
                 self._warned = True
                 if self._warning is not None:
@@ -254,139 +255,221 @@ class Forkserver:
                 self._begin_stop(0.0)
         return None
 
-    def _own_descriptors(self) -> list[int]:
-        """Return the descriptors that a forked process must close."""
-        own = [self._control.fileno(), self._wake_read, self._wake_write, self._drain.fileno()]
-        return own if self._warning is None else [*own, self._warning.write_end]
-
     # -- starting ----------------------------------------------------------------------------------
 
     def _start(
         self, world: World, variables: dict[str, str], descriptors: list[int]
     ) -> Program | None:
+        """Start the workers of a round; in a worker that this process runs, return the program.
+
+        Raises:
+            OSError: a worker cannot be started.
+        """
+        options = self._options
         self._sigterm.clear()
-        if self._table is not None:  # the workers must not inherit it
-            os.close(self._table)
-            self._table = None
+        os.ftruncate(self._table, 0)
         directory = log_files.node_directory(self._job_dir, self._node_rank)
         if descriptors:
-            close = [*self._own_descriptors(), *self._reports.ends]
-            self._store = worker_process.start_store(
-                world, descriptors[0], log=directory / STORE_LOG, close=close
-            )
+            place = (os.getpid(), world, descriptors[0], directory / STORE_LOG)
+            self._store = processes.fork(lambda: self._serve_store(*place))
+            os.close(descriptors[0])
         variables |= self._hook
-        if self._options.warning is not None:
+        if options.warning is not None:
             self._warning = WarningPipe()
             if self._warned:
                 self._warning.warn()
             variables[contract.WARNING_FD] = self._warning.name
-        starts = self._starts(world, variables, directory=directory)
         if self._fork:
-            snapshot_imports.install()
-            program.read_ahead(self._options.program)
-        error = self._no_gpus
-        for start in starts:
-            try:
-                pid = -1 if error else self._fork_worker(start)
-            except OSError as failed:
-                error = f"cannot start a worker: {failed}"
-            if error:
-                kind, now = FailureKind.LAUNCH.value, time.monotonic()
-                self._send(
-                    messages.WorkerFailing(start.local_rank, now, error, 1, kind, started=False)
-                )
-                return None
+            hook.import_submitted_code()
+            program.read_ahead(options.program)
+        by_torchrun = options.launcher == "torchrun"
+        argv = None if self._fork else options.program.argv(sys.executable)
+        if by_torchrun:
+            argv = torchrun_command(options.program, world, job_id=self._job_id)
+        logs = log_files.round_files(directory, world, attempt=self._attempt, torchrun=by_torchrun)
+        workers = [
+            variables | ({} if by_torchrun else self._rank_variables(world, local_rank))
+            for local_rank in range(len(logs))
+        ]
+        for local_rank, own in enumerate(workers):
+            pid = self._fork_worker(own, argv, logs=logs[local_rank], reads=local_rank == 0)
             if pid == 0:
-                # The worker has closed these descriptors; the program may reuse their numbers.
-                self._control.detach()
-                self._drain.detach()
-                return self._options.program
-            self._running[pid] = start.local_rank
-        self._write_table(world, starts)
+                return options.program
+            self._running[pid] = local_rank
+        self._write_table(world, workers)
         return None
 
-    def _fork_worker(self, start: WorkerStart) -> int:
-        """Return the pid of a new worker; in the worker, 0."""
-        pid, writers = -1, list[int]()
-        try:
-            writers += [self._open_stream(start.out)]
-            writers += [self._open_stream(start.err)]
-            pid = worker_process.start(
-                start,
-                self._reports.ends,
-                streams=(writers[0], writers[1]),
-                close=[
-                    *self._own_descriptors(),
-                    *(pipe for pipe, _ in self._streams),
-                ],
-                stdin=self._stdin,
-                is_script=self._options.program.on_stdin,
-            )
-        finally:
-            if pid != 0:
-                for writer in writers:
-                    os.close(writer)
+    def _rank_variables(self, world: World, local_rank: int) -> dict[str, str]:
+        most = self._options.max_restarts
+        return (
+            contract.worker_variables(world, local_rank, job_id=self._job_id, max_restarts=most)
+            | worker_variables.paddle_variables(world, local_rank)
+            | slurm_env.worker_variables(world, local_rank, os.environ)
+        )
+
+    def _fork_worker(
+        self,
+        variables: dict[str, str],
+        argv: list[str] | None,
+        logs: tuple[Path, Path],
+        *,
+        reads: bool,
+    ) -> int:
+        """Return the pid of a new worker; 0 in a worker that runs the program in this process.
+
+        Args:
+            variables: environment variables, added to the inherited ones.
+            argv: the command line to exec; None if the process runs the program itself.
+            logs: the files for its stdout and stderr.
+            reads: whether it has the stdin of the job; the stdin of the others is empty.
+
+        Raises:
+            OSError: a process could not be created.
+        """
+        forkserver = os.getpid()
+        sys.stdout.flush()
+        sys.stderr.flush()
+        with self._open_stream(logs[0]) as out, self._open_stream(logs[1]) as err:
+            # The child inherits the forkserver's handler of SIGTERM. A blocked SIGTERM is not lost:
+            # it stays pending until the child has reset the handler.
+            mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+            pid = os.fork()
+            if pid == 0:
+                self._become_worker(forkserver, variables, argv, streams=(out, err), reads=reads)
+            else:
+                signal.pthread_sigmask(signal.SIG_SETMASK, mask)
         return pid
 
-    def _write_table(self, world: World, starts: list[WorkerStart]) -> None:
-        """Show the environment of each worker to `clusterjob exec`, if that is possible.
+    def _open_stream(self, path: Path) -> FileIO:
+        """Return a stream; what a worker writes to it is written into a file."""
+        pipe, write_end = output_drain.open_stream()
+        self._streams.append((pipe, path))
+        output_drain.add(self._drain, pipe, path)
+        return FileIO(write_end, "wb")
+
+    def _become_worker(
+        self,
+        forkserver: int,
+        variables: dict[str, str],
+        argv: list[str] | None,
+        streams: tuple[FileIO, FileIO],
+        *,
+        reads: bool,
+    ) -> None:
+        """Become a worker: execute its command line, or return to run the program.
+
+        If that fails, report the error and exit with code 127, as a shell does.
+        """
+        try:
+            self._begin_child(forkserver)
+            os.setsid()  # as under torchrun: os.killpg(0, ...) of a rank reaches no other rank
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+            signal.signal(signal.SIGINT, signal.default_int_handler)
+            if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # ignored under nohup
+                signal.signal(signal.SIGHUP, signal.SIG_DFL)
+            signal.pthread_sigmask(signal.SIG_SETMASK, set())
+            self._connect_stdin(reads=reads)
+            for target, stream in enumerate(streams, 1):
+                os.dup2(stream.fileno(), target)
+            os.environ.update(variables)
+            # The pid identifies the owner of the descriptor: a child of the worker inherits the
+            # variable, but not the pipe. Without a local rank, torchrun starts the workers.
+            report_fd, local_rank = self._reports.ends[1], variables.get("LOCAL_RANK", "")
+            os.environ[contract.REPORT_FD] = f"{report_fd}:{local_rank}:{os.getpid()}"
+            if argv is None:
+                preload.refresh_after_fork()
+                offer.offer()
+                return
+            for number in (signal.SIGPIPE, signal.SIGXFSZ):
+                # Python ignores these signals, and exec keeps ignored signals ignored.
+                signal.signal(number, signal.SIG_DFL)
+            os.set_inheritable(report_fd, True)
+            os.execvp(argv[0], argv)
+        except BaseException as error:
+            what = f"cannot start {argv[0]}" if argv else "cannot start"
+            message = f"{what}: {getattr(error, 'strerror', None) or error}"
+            with contextlib.suppress(OSError):
+                os.write(2, f"clusterjob: {message}\n".encode(errors="replace"))
+            torch_patches.fail(message, _NOT_STARTED, FailureKind.LAUNCH.value)
+        os._exit(_NOT_STARTED)
+
+    def _begin_child(self, forkserver: int) -> None:
+        """Leave the forkserver's state behind in a process that it has forked."""
+        processes.die_with_parent(forkserver)
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+        # Not by number: the program may reuse the number before Python frees the socket.
+        self._control.close()
+        self._drain.close()
+        own = [self._wake_read, self._wake_write, self._reports.read_end, self._table]
+        if self._warning is not None:
+            own.append(self._warning.write_end)
+        for descriptor in (*own, *(pipe for pipe, _ in self._streams)):
+            os.close(descriptor)
+
+    def _connect_stdin(self, *, reads: bool) -> None:
+        if self._options.program.on_stdin:
+            # Opened again: each worker needs a position of its own in the script.
+            own = os.open(f"/dev/fd/{self._stdin}", os.O_RDONLY)
+        elif reads and self._stdin is not None:
+            own = os.dup(self._stdin)
+        else:
+            own = os.open(os.devnull, os.O_RDONLY)
+        os.dup2(own, 0)
+        os.close(own)
+        if self._stdin:
+            os.close(self._stdin)
+
+    def _serve_store(self, forkserver: int, world: World, listener: int, log: Path) -> None:
+        """Serve torch's store until this process is killed.
+
+        Args:
+            forkserver: the pid of the parent.
+            world: the round whose workers use the store.
+            listener: the descriptor of the listening socket.
+            log: the file for the process's output.
+        """
+        self._begin_child(forkserver)
+        output = files.open_log(log)
+        for stream in (1, 2):
+            os.dup2(output, stream)
+        os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")
+        processes.raise_open_files()
+        try:
+            from torch.distributed import TCPStore
+
+            # The socket was bound before any client got its port. So there is no EADDRINUSE race,
+            # and early clients wait in the backlog. The store takes ownership of the descriptor.
+            _store = TCPStore(
+                world.master_addr,
+                world.master_port,
+                is_master=True,
+                wait_for_workers=False,
+                master_listen_fd=listener,
+            )
+        except ImportError as error:
+            # torch is broken; a worker that imports it shows the full error, and ends the round.
+            os.write(2, f"cannot start torch's store: {error!r}\n".encode())
+        while True:
+            signal.pause()
+
+    def _write_table(self, world: World, workers: list[dict[str, str]]) -> None:
+        """Show the environment of each worker to `clusterjob exec`.
 
         A forked worker's /proc/PID/environ is that of the forkserver's exec. So the forkserver
         keeps the environments in an anonymous file. Only the user's own processes can open it,
         through /proc/PID/fd, and nothing is on a disk. Without RANK, torchrun starts the workers.
         """
-        pids = {local_rank: pid for pid, local_rank in self._running.items()}
         table = {
             "node_rank": self._node_rank,
             "attempt": self._attempt,
             "world_size": world.world_size,
             "environ": dict(os.environ),
             "workers": [
-                {
-                    "rank": int(start.variables["RANK"]) if "RANK" in start.variables else None,
-                    "pid": pids[start.local_rank],
-                    "variables": start.variables,
-                }
-                for start in starts
+                {"rank": int(own["RANK"]) if "RANK" in own else None, "pid": pid, "variables": own}
+                for pid, own in zip(self._running, workers, strict=True)
             ],
         }
-        with contextlib.suppress(OSError):  # such as too many open files
-            self._table = offer.anonymous_file(TABLE)
-            with open(self._table, "wb", closefd=False) as stream:
-                stream.write(json.dumps(table).encode())
-
-    def _open_stream(self, path: Path) -> int:
-        """Return a descriptor; what a worker writes to it is written into a file."""
-        pipe, write_end = output_drain.open_stream()
-        self._streams.append((pipe, path))
-        output_drain.add(self._drain, pipe, path)
-        return write_end
-
-    def _starts(
-        self, world: World, variables: dict[str, str], directory: Path
-    ) -> list[WorkerStart]:
-        is_torchrun = self._options.launcher == "torchrun"
-        files = log_files.round_files(directory, world, attempt=self._attempt, torchrun=is_torchrun)
-        if is_torchrun:
-            argv = worker_process.torchrun_command(
-                self._options.program, world, job_id=self._job_id
-            )
-            return [WorkerStart(0, variables, argv, *files[0])]
-        command = None if self._fork else self._options.program.argv(sys.executable)
-        return [
-            WorkerStart(
-                local_rank,
-                variables
-                | contract.worker_variables(
-                    world, local_rank, job_id=self._job_id, max_restarts=self._options.max_restarts
-                )
-                | worker_variables.paddle_variables(world, local_rank)
-                | slurm_env.worker_variables(world, local_rank, os.environ),
-                command,
-                *files[local_rank],
-            )
-            for local_rank in range(world.nproc)
-        ]
+        os.write(self._table, json.dumps(table).encode())
 
     # -- watching ----------------------------------------------------------------------------------
 
@@ -415,7 +498,7 @@ class Forkserver:
             output_drain.flush(self._drain)  # the agent looks for a traceback in the output
         for message in reports:
             if isinstance(message, messages.WorkerHandler):
-                self._sigterm[message.local_rank] = (message.state, time.monotonic())
+                self._sigterm[message.local_rank] = message.state
             elif (
                 message.local_rank in self._running.values() or self._options.launcher == "torchrun"
             ):
@@ -447,32 +530,27 @@ class Forkserver:
             # means stop; a scheduler's SIGTERM may be a warning.
             self._warning.close()
             self._warning = None
-        moment = time.monotonic()
-        if self._stop is not None:  # a handler must not run twice
-            self._kills_early |= early
-            self._kill_at = min(moment + grace, self._kill_at)
-            return
-        self._kill_at, self._kills_early = moment + grace, early
-        # Send SIGINT to a command's child processes too, as Ctrl-C in a terminal does: a shell
-        # would not forward it.
-        below = []
-        if number == signal.SIGINT and not self._options.program.is_python:
-            below = [child for pid in self._running for child in processes.descendants(pid)]
-        self._signal([*self._running, *below], number)
-        self._stop = self._stop_steps(moment)
+        begun = time.monotonic()
+        if self._stop is None:  # a handler must not run twice
+            self._kill_at, self._kills_early = begun + grace, early
+            # Send SIGINT to a command's child processes too, as Ctrl-C in a terminal does: a shell
+            # would not forward it.
+            below = []
+            if number == signal.SIGINT and not self._options.program.is_python:
+                below = [child for pid in self._running for child in processes.descendants(pid)]
+            self._signal([*self._running, *below], number)
+            self._stop = self._stop_steps(begun)
+        self._kills_early |= early
+        self._kill_at = min(begun + grace, self._kill_at)
 
     def _stop_steps(self, begun: float) -> Iterator[None]:
         """Kill the workers when it is time, then what they left behind; a step takes 20 ms."""
-        stacks: dict[int, collect.Request] = {}  # of workers whose handler of SIGTERM has ended
         while self._running:
             if time.monotonic() >= self._kill_at:
                 self._signal(self._below(), signal.SIGKILL)
-            elif self._kills_early:
-                idle = [pid for pid in self._running if self._is_idle(pid, begun, stacks)]
-                self._signal(idle, signal.SIGKILL)
+            elif self._kills_early and time.monotonic() >= begun + _EARLY_KILL:
+                self._signal(filter(self._saves_nothing, self._running), signal.SIGKILL)
             yield
-        for asked in stacks.values():
-            asked.close()
         while self._store is not None:
             processes.send_signal(self._store, signal.SIGKILL)
             yield
@@ -495,25 +573,15 @@ class Forkserver:
         """Return the processes that the workers started, and the workers."""
         return [pid for pid in processes.descendants(os.getpid()) if pid != self._drain_pid]
 
-    def _is_idle(self, pid: int, begun: float, stacks: dict[int, collect.Request]) -> bool:
-        """Return whether a worker that got SIGTERM saves nothing, by its handler of SIGTERM."""
-        state, since = self._sigterm.get(self._running[pid], ("", 0.0))
-        if time.monotonic() < max(since, begun) + _EARLY_KILL or state == "begun":
-            return False
-        if self._options.launcher == "torchrun" or state not in ("set", "ended"):
+    def _saves_nothing(self, pid: int) -> bool:
+        """Return whether a worker has no handler of SIGTERM, or cannot run it."""
+        state = self._sigterm.get(self._running[pid])
+        if state is None or self._options.launcher == "torchrun":
             return not collect.has_signal(pid, "SigCgt", signal.SIGTERM)
-        if state == "set":  # stuck in native code
-            return True
-        if pid not in stacks:
-            stacks[pid] = collect.ask(pid)
-        threads = next(stacks[pid], ())
-        if threads is None:
-            return False
-        del stacks[pid]
-        return bool(threads) and grouping.waits_for_peers(threads[0].frames)
+        return state == "set"  # stuck in native code
 
     @staticmethod
-    def _signal(pids: list[int], with_signal: int) -> None:
+    def _signal(pids: Iterable[int], with_signal: int) -> None:
         for pid in pids:
             processes.send_signal(pid, with_signal)
 
@@ -529,8 +597,7 @@ class Forkserver:
         if self._agent_group == (parent or self._agent_pid):
             # The agent, or its parent, leads the group: kill the background processes of its setup
             # lines.
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(self._agent_group, signal.SIGKILL)
+            processes.signal_group(self._agent_group, signal.SIGKILL)
         ends.write_lost(
             self._job_dir,
             self._node_rank,
@@ -538,3 +605,20 @@ class Forkserver:
             f"the agent of node {self._node_rank} on {this_node.node_name()}"
             f" (pid {self._agent_pid}) was killed",
         )
+
+
+def torchrun_command(program: Program, world: World, job_id: str) -> list[str]:
+    """Return the command that starts one node's torchrun.
+
+    torchrun does not restart workers: without a rendezvous server, the torchruns of several nodes
+    cannot agree on a restart.
+    """
+    # Not "-": its workers would share one position in the script.
+    target = "/dev/stdin" if program.on_stdin else program.target
+    flags = {"script": [], "module": ["-m"], "command": ["--no-python"]}[program.kind]
+    return [
+        sys.executable, "-m", "torch.distributed.run", "--nnodes", str(world.nnodes), "--node-rank",
+        str(world.node_rank), "--nproc-per-node", str(world.nproc), "--master-addr",
+        world.master_addr, "--master-port", str(world.master_port), "--rdzv-id", job_id,
+        "--max-restarts", "0", *flags, target, *program.args,
+    ]  # fmt: skip

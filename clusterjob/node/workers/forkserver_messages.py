@@ -1,7 +1,7 @@
 """The messages between an agent, its forkserver and its workers.
 
 Agent and forkserver exchange one message per packet of a socket pair. Workers write to the
-forkserver's report pipe, one message per line.
+forkserver's report pipe, one message per line (`torch_patches.send`).
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from clusterjob.node.system.codec import Codec, Limit
 
 MESSAGE_BYTES = 1 << 17  # maximum of one message; SOCK_SEQPACKET keeps message boundaries
 MAX_NAMED = 8  # maximum ranks that one message names
-_MAX_TEXT, _MAX_WHERE = 900, 300  # characters of a failure
-# Maximum bytes of one reading: a worker may write without end. It is the largest size of a pipe.
+_MAX_TEXT, _MAX_WHERE = 900, 300  # characters of a failure; see `torch_patches.fail`
+# Maximum bytes of one reading: the largest size of a pipe (pipe-max-size, proc(5)).
 _MAX_READ = 1 << 20
 _MAX_REST = 1 << 16  # bytes of a line without an end
 _Rank = Annotated[int, Limit((1 << 24) - 1)]
@@ -112,7 +112,7 @@ class WorkerAlive:
 
 @dataclass(frozen=True)
 class WorkerPhase:
-    """A phase of a worker begins; `torch_patches.tell` writes this message.
+    """A phase of a worker begins.
 
     Attributes:
         phase: a value of `clusterjob.node.logs.events.Phase`; ``import`` and ``imported`` are the
@@ -127,7 +127,7 @@ class WorkerPhase:
 
 @dataclass(frozen=True)
 class WorkerWaits:
-    """How long a worker has waited in collectives lately; `torch_patches` sends this message.
+    """How long a worker has waited in collectives lately.
 
     Attributes:
         step: the mean length of a step, in seconds.
@@ -141,10 +141,10 @@ class WorkerWaits:
 
 @dataclass(frozen=True)
 class WorkerHandler:
-    """A worker has a Python handler of SIGTERM; `hook` sends this message.
+    """A worker has a Python handler of SIGTERM.
 
     Attributes:
-        state: ``set``, ``begun`` or ``ended``.
+        state: ``set`` or ``begun``.
     """
 
     local_rank: int
@@ -214,25 +214,6 @@ FROM_FORKSERVER = Codec(
 # -- the report pipe of the workers ----------------------------------------------------------------
 
 
-def report(report_fd: int, message: Any) -> None:
-    """Write a message of this worker into the report pipe, in one write.
-
-    Lines of several workers must not mix: the text of a failure is cut to what a pipe takes at once
-    (4096 bytes on Linux, pipe(7)).
-
-    Args:
-        report_fd: the write end of the forkserver's report pipe.
-        message: a message of `FROM_WORKER`.
-    """
-    if isinstance(message, WorkerFailing):
-        text, where = message.message[:_MAX_TEXT], message.where[:_MAX_WHERE]
-        message = replace(message, message=text, where=where)
-    # Not `encode_json`: several threads of a worker report.
-    line = json.dumps(FROM_WORKER.encode(message), ensure_ascii=False) + "\n"
-    with contextlib.suppress(OSError):  # the forkserver has ended; the kernel kills this worker too
-        os.write(report_fd, line.encode(errors="replace"))
-
-
 class ReportPipe:
     """The forkserver's side of the report pipe; every worker inherits the write end.
 
@@ -244,15 +225,13 @@ class ReportPipe:
     def __init__(self) -> None:
         self.ends = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         self.read_end = self.ends[0]
-        os.set_blocking(self.ends[1], True)
         self._rest = b""
 
     def read(self) -> Iterator[Any]:
         """Yield the reports that have arrived; skip lines that are no report."""
         data = self._rest
         with contextlib.suppress(BlockingIOError):
-            while len(data) < _MAX_READ and (chunk := os.read(self.read_end, 65536)):
-                data += chunk
+            data += os.read(self.read_end, _MAX_READ)
         *lines, rest = data.split(b"\n")
         self._rest = rest[:_MAX_REST]
         for line in lines:

@@ -9,18 +9,16 @@ finds no room on the disk is dropped, and a line says so.
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import os
 import select
 import signal
 import socket
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NoReturn
 
-from clusterjob.node.system import files
+from clusterjob.node.system import files, processes
 
-PIPE_BYTES = 1 << 20  # beyond 64 MiB of a user (pipe-user-pages-soft), pipes stay small
+_PIPE_BYTES = 1 << 16  # of a new pipe (pipe(7))
 _FLUSH_SECONDS = 1.0  # an answer may take longer on a disk that hangs
 
 
@@ -28,13 +26,7 @@ def start() -> tuple[int, socket.socket]:
     """Fork the process; return its pid and the socket that `add` and `flush` use."""
     own, control = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     own.settimeout(_FLUSH_SECONDS)
-    pid = os.fork()
-    if pid == 0:
-        try:
-            _drain(control)
-        except BaseException as error:
-            os.write(2, f"clusterjob: writing the output failed: {error!r}\n".encode())
-        os._exit(1)
+    pid = processes.fork(lambda: _drain(control))
     control.close()
     return pid, own
 
@@ -43,8 +35,6 @@ def open_stream() -> tuple[int, int]:
     """Return a pipe for one stream of a worker: the end for `add`, and that of the worker."""
     read_end, write_end = os.pipe2(os.O_CLOEXEC)
     os.set_blocking(read_end, False)
-    with contextlib.suppress(OSError):
-        fcntl.fcntl(read_end, fcntl.F_SETPIPE_SZ, PIPE_BYTES)
     return read_end, write_end
 
 
@@ -54,11 +44,8 @@ def add(control: socket.socket, pipe: int, path: Path) -> None:
     Raises:
         OSError: the file cannot be created, or the process has ended.
     """
-    log = files.open_log(path)
-    try:
-        socket.send_fds(control, [os.fsencode(path.name)], [pipe, log])
-    finally:
-        os.close(log)
+    with os.fdopen(files.open_log(path), "wb") as log:
+        socket.send_fds(control, [os.fsencode(path.name)], [pipe, log.fileno()])
 
 
 def flush(control: socket.socket) -> None:
@@ -82,7 +69,7 @@ class _Stream:
     def move(self) -> bool:
         """Write what is in the pipe now; return whether a process can still write into it."""
         with contextlib.suppress(BlockingIOError):
-            data = os.read(self.pipe, PIPE_BYTES)
+            data = os.read(self.pipe, _PIPE_BYTES)
             self._write(data)
             return bool(data)
         return True
@@ -102,7 +89,7 @@ class _Stream:
             self.lost += min(len(left), len(data))
 
 
-def _drain(control: socket.socket) -> NoReturn:
+def _drain(control: socket.socket) -> None:
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
         signal.signal(number, signal.SIG_IGN)
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
@@ -137,4 +124,3 @@ def _drain(control: socket.socket) -> NoReturn:
         else:
             is_open = False
             poll.unregister(control)
-    os._exit(0)

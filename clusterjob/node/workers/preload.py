@@ -14,6 +14,7 @@ import atexit
 import contextlib
 import gc
 import io
+import itertools
 import os
 import re
 import select
@@ -22,9 +23,8 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
-from clusterjob.node.system import devices, files
+from clusterjob.node.system import devices, files, processes
 from clusterjob.node.workers import hook
 
 _THREAD_ENDS = 0.2  # maximum seconds until /proc no longer lists a joined thread
@@ -67,9 +67,8 @@ def changed_variable(source: bytes, file: Path) -> str | None:
     Returns:
         A sentence with file, line and variable; None if no file has one.
     """
-    left, seen = [(file, source)], {file}
-    while left:
-        path, text = left.pop()
+    texts, seen = [(file, source)], {file}
+    for path, text in texts:  # it grows while it is read
         found = _READ_BY_IMPORT.search(text) if _CHANGES.search(text) else None
         if found is not None:
             line = text.count(b"\n", 0, found.start(1)) + 1
@@ -77,25 +76,22 @@ def changed_variable(source: bytes, file: Path) -> str | None:
                 f"{path.name} line {line} names {found[1].decode()},"
                 " which torch reads while it is imported"
             )
-        for module in _imported(text):
-            for own in (
-                directory / end
-                for directory in (path.parent, file.parent, Path())
-                for end in (f"{module}.py", f"{module}/__init__.py")
-            ):
-                if own not in seen and len(seen) < _MAX_FILES and own.is_file():
-                    seen.add(own)
-                    with contextlib.suppress(OSError), own.open("rb") as stream:
-                        left.append((own, stream.read(_MAX_BYTES)))
+        for directory, name in itertools.product((path.parent, file.parent, Path()), _names(text)):
+            own = directory / name
+            if own not in seen and len(seen) < _MAX_FILES and own.is_file():
+                seen.add(own)
+                with contextlib.suppress(OSError), own.open("rb") as stream:
+                    texts.append((own, stream.read(_MAX_BYTES)))
     return None
 
 
-def _imported(text: bytes) -> Iterator[str]:
-    """Yield the modules that a text may import, as paths without an ending, and other words."""
+def _names(text: bytes) -> Iterator[str]:
+    """Yield the files of the modules that a text may import, and of other words."""
     for statement in _IMPORT.findall(text):
         first, *members = re.findall(r"[\w.]+", statement.decode(errors="replace")) or [""]
         for module in (first, *members, *(f"{first}.{member}" for member in members)):
-            yield module.strip(".").replace(".", "/")
+            path = module.strip(".").replace(".", "/")
+            yield from (f"{path}.py", f"{path}/__init__.py")
 
 
 def preload_torch(*, training: bool = False) -> str | None:
@@ -110,7 +106,7 @@ def preload_torch(*, training: bool = False) -> str | None:
     """
     # A garbage collection would find nothing to free, and would unshare memory pages.
     gc.disable()
-    hook.install()
+    hook.patch()
     if has_torch():
         try:
             import torch
@@ -150,10 +146,7 @@ def _fork_breaks_cuda() -> bool:
     """Return whether a forked worker cannot use CUDA, since this process has called it."""
     # A torch for the CPU has no such function.
     broken = getattr(getattr(sys.modules.get("torch"), "_C", None), "_cuda_isInBadFork", bool)
-    child = os.fork()
-    if child == 0:
-        os._exit(int(broken()))
-    return os.waitpid(child, 0)[1] != 0
+    return os.waitpid(processes.fork(broken), 0)[1] != 0
 
 
 def _count_threads() -> int:
@@ -166,16 +159,6 @@ def _count_threads() -> int:
     while (count := len(os.listdir("/proc/self/task"))) > 1 and time.monotonic() < deadline:
         time.sleep(0.01)  # /proc still lists a thread for a moment after pthread_join
     return count
-
-
-class _WriteThrough(io.FileIO):
-    """A file without a buffer; a signal during a long write loses nothing, as it does in FileIO."""
-
-    def write(self, data: Any) -> int:
-        view = memoryview(data).cast("B")
-        while view:
-            view = view[super().write(view) or 0 :]
-        return memoryview(data).nbytes
 
 
 def refresh_after_fork() -> None:
@@ -194,7 +177,7 @@ def refresh_after_fork() -> None:
     for stream, descriptor in ((sys.stdout, 1), (sys.stderr, 2)):
         # As `python -u`: the text before a crash is in the log. The same object, because modules of
         # the preload refer to it.
-        raw = _WriteThrough(descriptor, "wb", closefd=False)
+        raw = io.FileIO(descriptor, "wb", closefd=False)
         raw.name = stream.name
         stream.__init__(  # type: ignore[misc]
             raw, encoding=stream.encoding, errors=stream.errors, newline="\n", write_through=True
@@ -236,9 +219,9 @@ def _ask_torch() -> str:
     A forked child asks it: a process that has asked CUDA cannot fork workers that use it.
     """
     read_end, write_end = os.pipe()
-    child = os.fork()
-    if child == 0:
-        with contextlib.suppress(BaseException):
+
+    def ask() -> None:
+        with contextlib.suppress(Exception):  # without torch, or a broken one
             import torch
 
             cuda, built_for = torch.cuda, torch.version.cuda or getattr(torch.version, "hip", None)
@@ -247,7 +230,8 @@ def _ask_torch() -> str:
                 count = cuda.device_count() if cuda.is_available() else 0
                 kind = f"CUDA {built_for}" if built_for else "the CPU"
                 os.write(write_end, f"{count} torch {torch.__version__} for {kind}".encode())
-        os._exit(0)
+
+    child = processes.fork(ask)
     os.close(write_end)
     with os.fdopen(read_end, "rb") as answer:
         if select.select([answer], [], [], _GPU_TIMEOUT)[0]:

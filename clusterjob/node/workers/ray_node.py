@@ -1,16 +1,18 @@
 """Run one node of a Ray cluster (``--launcher ray``), and the program on node 0.
 
-The agents start this module as the only worker of each node. Node 0 starts Ray's head at the job's
-master address and port, waits until each node has joined, and runs the program with RAY_ADDRESS.
-When the program has ended, the head is killed, and the other nodes end when it does not answer.
+The agents start this module as the only worker of each node. It starts Ray, whose processes the
+kernel kills when this process ends. On node 0, Ray's head is at the job's master address and port;
+when all nodes have joined, the process becomes the program, with RAY_ADDRESS. The other nodes end
+when the head does not answer any more.
 """
 
 from __future__ import annotations
 
 import atexit
-import contextlib
+import functools
 import hashlib
 import hmac
+import importlib
 import importlib.metadata
 import importlib.util
 import os
@@ -25,42 +27,21 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from clusterjob.errors import ClusterJobError
 from clusterjob.node import contract
 from clusterjob.node.logs.log_files import last_lines, node_directory
 from clusterjob.node.options import LaunchOptions
 from clusterjob.node.program import Program
-from clusterjob.node.system import devices, network, processes
+from clusterjob.node.system import devices, files, network, processes
 
 _POLL = 0.1  # seconds between two looks at the processes
 _LOST = 3  # attempts to connect in a row that fail after which the head is gone
 _CONNECT_TIMEOUT = 5.0
 _MAX_TEMPORARY = 16  # characters: the paths of Ray's sockets have at most 107
+_HANGS = 60  # seconds after which Ray's own client, which may hang, is killed
 _WITH_TOKENS = (2, 52)  # first version with tokens: docs.ray.io/en/latest/ray-security
-# Waits until all nodes have joined, each of which offers its rank as a resource; then becomes the
-# program. Ray's own client may hang.
-_DRIVER = """
-import os, signal, sys, time
-address, count, timeout, *program = sys.argv[1:]
-deadline = time.monotonic() + float(timeout)
-signal.alarm(int(float(timeout)) + 60)
-import ray
-ray.init(address=address, logging_level="ERROR", log_to_driver=False)
-while True:
-    alive = [node["Resources"] for node in ray.nodes() if node["Alive"]]
-    names = [f"clusterjob_node{k}" for k in range(int(count))]
-    left = [str(k) for k, name in enumerate(names) if not any(name in each for each in alive)]
-    if not left:
-        break
-    if time.monotonic() > deadline:
-        missing = ", ".join(left)
-        sys.exit(f"clusterjob: node {missing} has not joined the Ray cluster after {timeout} s")
-    time.sleep(0.1)
-ray.shutdown()
-signal.alarm(0)
-os.execvp(program[0], program)
-"""
 
 
 def node_options(options: LaunchOptions) -> LaunchOptions:
@@ -68,9 +49,8 @@ def node_options(options: LaunchOptions) -> LaunchOptions:
 
     The caller is the agent, which removes Ray's files at its end: it outlives all workers.
     """
-    parent = tempfile.gettempdir()
-    if len(parent) > _MAX_TEMPORARY:
-        parent = "/tmp"  # noqa: S108 - mkdtemp makes it private
+    usual = tempfile.gettempdir()
+    parent = usual if len(usual) <= _MAX_TEMPORARY else "/tmp"  # noqa: S108 - mkdtemp is private
     directory, owner = tempfile.mkdtemp(prefix="ray-", dir=parent), os.getpid()
 
     @atexit.register
@@ -87,34 +67,31 @@ def node_options(options: LaunchOptions) -> LaunchOptions:
 
 
 def main() -> None:
-    """Run this node and end as the program ended."""
+    """Run this node; on node 0, become the program."""
+    directory, timeout, cpus, *program = sys.argv[1:]
     try:
-        code = _run(*sys.argv[1:])
+        _run(Path(directory), float(timeout), cpus=int(cpus), program=program)
     except ClusterJobError as error:
         sys.exit(f"clusterjob: {error.message}")
-    if code < 0:
-        with contextlib.suppress(OSError):  # SIGKILL has no handler
-            signal.signal(-code, signal.SIG_DFL)
-        os.kill(os.getpid(), -code)
-    sys.exit(code)
 
 
-def _run(directory: str, timeout: str, cpus: str, *program: str) -> int:
-    """Run this node; return the exit code, negative for a signal.
+def _run(directory: Path, timeout: float, cpus: int, program: list[str]) -> None:
+    """Run this node until the head has ended; on node 0, become the program.
 
     Raises:
         ClusterJobError: Ray cannot run here, or has ended.
     """
-    rank, count = int(os.environ["GROUP_RANK"]), os.environ["GROUP_WORLD_SIZE"]
-    _check_version(int(count))
-    processes.adopt_orphans()  # so that `kill_descendants` finds Ray's daemons
-    signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
-    host, port = _head()
+    rank, count = int(os.environ["GROUP_RANK"]), int(os.environ["GROUP_WORLD_SIZE"])
+    _check_version(count)
+    name, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    try:
+        host = network.addresses_of(name)[0]  # Ray needs an IP address
+    except OSError as error:
+        raise ClusterJobError(f"{name} cannot be resolved: {error.strerror}") from error
     address = network.with_port(host, port)
-    temporary = Path(directory) / os.environ["TORCHELASTIC_RESTART_COUNT"]
-    temporary.mkdir(mode=0o700)
-    environ = _environment(temporary)
     log = node_directory(Path(os.environ[contract.JOB_DIR]), rank) / "ray.log"
+    _change_environment(directory / "token")
+    deadline = time.monotonic() + timeout
     if rank == 0:
         # Ray's client server cannot be left out, and its default port may be taken.
         with socket.socket() as free:
@@ -125,79 +102,62 @@ def _run(directory: str, timeout: str, cpus: str, *program: str) -> int:
             "--include-dashboard=false", f"--ray-client-server-port={client_port}",
         ]  # fmt: skip
     else:
-        _wait_for_head(host, port, float(timeout))
+        _wait_for_head(host, port, deadline)
         own = network.address_towards(host) or host
         role = [f"--address={address}", f"--node-ip-address={own}"]
     command = [
         sys.executable, "-m", "ray.scripts.scripts", "start", "--block", *role,
-        "--disable-usage-stats", "--log-color=false", f"--temp-dir={temporary}",
-        f"--num-cpus={int(cpus) or devices.usable_cores()}",
+        "--disable-usage-stats", "--log-color=false", f"--temp-dir={directory}",
+        f"--num-cpus={cpus or devices.usable_cores()}",
         f"--num-gpus={devices.visible_gpus(os.environ)}",
         f'--resources={{"clusterjob_node{rank}": 1}}',
     ]  # fmt: skip
-    nothing = subprocess.DEVNULL
     with log.open("ab") as stream:
-        ray = subprocess.Popen(command, env=environ, stdin=nothing, stdout=stream, stderr=stream)
+        ray = subprocess.Popen(
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=stream,
+            stderr=stream,
+            # Its daemons ask for the same: `ray start --block`, ray/_private/services.py.
+            preexec_fn=functools.partial(processes.die_with_parent, os.getpid()),  # noqa: PLW1509
+        )
 
     def check() -> None:
         if ray.poll() is not None:
-            lines = [line for line in last_lines(log, 20, 1 << 14) if line.strip()]
-            text = " ".join(lines)[-1000:]
+            text = " ".join(last_lines(log, 20, 1 << 14))[-1000:]
             raise ClusterJobError(f"Ray ended with {ray.returncode} on node {rank}: {text}")
 
-    try:
-        if rank:
-            refused = 0
-            while refused < _LOST:
-                time.sleep(_POLL)
-                # A timeout is a slow network; the agents notice a lost node.
-                refused = 0 if _answers(host, port, late=True) else refused + 1
-                if not refused:
-                    check()
-            return 0
-        _wait_for_head(host, port, float(timeout), check)
-        words = [sys.executable, "-c", _DRIVER, address, count, timeout, *program]
-        driver = subprocess.Popen(words, env=environ | {"RAY_ADDRESS": address})
-        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
-            signal.signal(number, lambda number, _: driver.send_signal(number))
-        while driver.poll() is None:
+    if rank == 0:
+        _wait_for_head(host, port, deadline, check)
+        os.environ["RAY_ADDRESS"] = address
+        _wait_for_nodes(count, deadline, check)
+        os.execvp(program[0], program)
+    refused = 0
+    while refused < _LOST:
+        time.sleep(_POLL)
+        # A timeout is a slow network; the agents notice a lost node.
+        refused = 0 if _answers(host, port, late=True) else refused + 1
+        if not refused:
             check()
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                driver.wait(_POLL)
-        return driver.returncode
-    finally:
-        signal.signal(signal.SIGTERM, signal.SIG_IGN)
-        processes.kill_descendants()
 
 
-def _environment(temporary: Path) -> dict[str, str]:
-    """Return the environment of Ray and of the driver, which have no rank."""
-    ours = {
-        *contract.LAUNCH_VARIABLES, contract.STORE, contract.STORE_KEY, contract.WARNING_FD,
-        contract.REPORT_FD, "RAY_ADDRESS",
-    }  # fmt: skip
-    environ = {name: value for name, value in os.environ.items() if name not in ours}
-    environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-    if not environ.get("RAY_AUTH_MODE"):
-        key = os.environ[contract.STORE_KEY].encode()
-        token = temporary / "token"
-        with open(os.open(token, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as stream:
-            stream.write(hmac.new(key, b"ray", hashlib.sha256).hexdigest())
-        environ |= {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN_PATH": str(token)}
-    return environ
+def _change_environment(token: Path) -> None:
+    """Make the environment that of Ray and of the program, which have no rank.
 
-
-def _head() -> tuple[str, int]:
-    """Return the IP address, which Ray needs, and the port of the head.
-
-    Raises:
-        ClusterJobError: the name cannot be resolved.
+    Args:
+        token: the file for Ray's token.
     """
-    host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-    try:
-        return str(socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)[0][4][0]), port
-    except OSError as error:
-        raise ClusterJobError(f"{host} cannot be resolved: {error.strerror}") from error
+    for name in (
+        *contract.LAUNCH_VARIABLES, contract.STORE, contract.WARNING_FD, contract.REPORT_FD,
+        "RAY_ADDRESS",
+    ):  # fmt: skip
+        os.environ.pop(name, None)
+    key = os.environ.pop(contract.STORE_KEY)
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    if not os.environ.get("RAY_AUTH_MODE"):
+        text = hmac.new(key.encode(), b"ray", hashlib.sha256).hexdigest()
+        files.write_atomic(token, text.encode())
+        os.environ.update(RAY_AUTH_MODE="token", RAY_AUTH_TOKEN_PATH=str(token))
 
 
 def _answers(host: str, port: int, *, late: bool = False) -> bool:
@@ -211,16 +171,35 @@ def _answers(host: str, port: int, *, late: bool = False) -> bool:
 
 
 def _wait_for_head(
-    host: str, port: int, seconds: float, check: Callable[[], None] = lambda: None
+    host: str, port: int, deadline: float, check: Callable[[], None] = lambda: None
 ) -> None:
-    deadline = time.monotonic() + seconds
     while not _answers(host, port):
         check()
         if time.monotonic() > deadline:
-            raise ClusterJobError(
-                f"Ray's head at {host}:{port} does not answer after {seconds:g} s"
-            )
+            raise ClusterJobError(f"Ray's head at {network.with_port(host, port)} does not answer")
         time.sleep(_POLL)
+
+
+def _wait_for_nodes(count: int, deadline: float, check: Callable[[], None]) -> None:
+    """Wait until each node has joined, which offers its rank as a resource.
+
+    Raises:
+        ClusterJobError: a node has not joined in time, or Ray has ended.
+    """
+    signal.alarm(int(max(0.0, deadline - time.monotonic())) + _HANGS)
+    ray: Any = importlib.import_module("ray")
+    ray.init(address=os.environ["RAY_ADDRESS"], logging_level="ERROR", log_to_driver=False)
+    while True:
+        joined = {name for node in ray.nodes() if node["Alive"] for name in node["Resources"]}
+        left = [str(node) for node in range(count) if f"clusterjob_node{node}" not in joined]
+        if not left:
+            break
+        check()
+        if time.monotonic() > deadline:
+            raise ClusterJobError(f"node {', '.join(left)} has not joined the Ray cluster in time")
+        time.sleep(_POLL)
+    ray.shutdown()
+    signal.alarm(0)
 
 
 def _check_version(nodes: int) -> None:

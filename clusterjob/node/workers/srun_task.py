@@ -16,7 +16,7 @@ from clusterjob.errors import ClusterJobError
 from clusterjob.node import contract
 from clusterjob.node.environments import slurm_env, this_node, worker_variables
 from clusterjob.node.system import devices
-from clusterjob.node.workers import preload, worker_process
+from clusterjob.node.workers import hook, preload
 
 
 def main(argv: Sequence[str], gpus: int = 0) -> NoReturn:
@@ -34,7 +34,7 @@ def main(argv: Sequence[str], gpus: int = 0) -> NoReturn:
         sys.exit(f"clusterjob: {this_node.node_name()}: {error}")
     if os.environ.get(contract.CODE_TREE):
         job_dir = Path(os.environ[contract.JOB_DIR])
-        os.environ.update(worker_process.write_hook(job_dir, os.environ))
+        os.environ.update(hook.write(job_dir, os.environ))
     try:
         os.environ.update(_torch_variables(os.environ))
     except ClusterJobError as no_ranks:

@@ -7,9 +7,9 @@ file. So it imports no other file of the package, and runs in Python 3.7. The pa
    gloo group is freed while one of its threads still waits for the interpreter's lock:
    ~ProcessGroupGloo (pthread_join) against ~ThreadLocalState (take_gil). A group that is left at
    the end of the process is not freed.
-2. Limit the agents' store to its own address. Under TORCHELASTIC_USE_AGENT_STORE every rank is a
+2. Limit the agents' store to its own port. Under TORCHELASTIC_USE_AGENT_STORE every rank is a
    client of a store, even at an address where no agent serves a store. So the variable applies
-   only to the agents' address; at any other address rank 0 serves the store.
+   only to the agents' port; at any other port rank 0 serves the store.
 3. Use a prefix in the agents' store for each group. The store outlives a group and still holds the
    addresses of its processes.
 4. Report the phases of a rank to its agent.
@@ -25,7 +25,6 @@ import functools
 import json
 import os
 import re
-import socket
 import stat
 import sys
 import threading
@@ -38,8 +37,7 @@ from typing import Any
 STORE = "CLUSTERJOB_STORE"  # host:port of the agents' store; empty if rank 0 serves the store
 WAITS = "CLUSTERJOB_WAITS"  # "1": measure the waits for other ranks
 INTERVAL = 5.0  # seconds between two messages about waits
-_WAITING_NOTICE = 5.0  # seconds of waiting for a store before the notice that no process listens
-_CONNECT_TIMEOUT = 2.0
+_WAITING_NOTICE = 5.0  # seconds of waiting for a store before the notice that none answers
 _GLOO_TIMEOUT = 2.0
 # With TORCH_DISTRIBUTED_DEBUG=DETAIL a wrapper with its own gloo group holds each backend.
 _GLOO = ("ProcessGroupGloo", "_ProcessGroupWrapper")
@@ -54,13 +52,17 @@ def tell(phase: str) -> None:
     Args:
         phase: a value of `clusterjob.node.logs.events.Phase`, or ``imported``.
     """
-    # `forkserver_messages.WorkerPhase`
     send("WorkerPhase", phase=phase, monotonic=time.monotonic())
 
 
-def note_import(_torch: object) -> None:
-    """Report that torch was imported."""
-    tell("imported")
+def fail(message: str, exit_code: int, kind: str, where: str = "") -> None:
+    """Report that this worker fails, with the fields of `forkserver_messages.WorkerFailing`.
+
+    Lines of several workers must not mix: the text is cut to what a pipe takes at once (4096 bytes
+    on Linux, pipe(7)).
+    """
+    now, text, where = time.monotonic(), message[:900], where[:300]
+    send("WorkerFailing", monotonic=now, message=text, exit_code=exit_code, kind=kind, where=where)
 
 
 def send(type_: str, **fields: Any) -> None:
@@ -70,22 +72,21 @@ def send(type_: str, **fields: Any) -> None:
         type_: the name of the message, see `clusterjob.node.workers.forkserver_messages`.
         **fields: its fields without the local rank.
     """
-    name, _, owner = os.environ.get("CLUSTERJOB_REPORT_FD", "").partition(":")
+    name, _, rest = os.environ.get("CLUSTERJOB_REPORT_FD", "").partition(":")
+    local_rank, _, owner = rest.rpartition(":")
     # A child of a worker is no rank, unless that worker is the agent's torchrun: other launchers
     # leave this variable unset.
     by_torchrun = owner == str(os.getppid()) and "TORCHELASTIC_ERROR_FILE" in os.environ
     if owner != str(os.getpid()) and not by_torchrun:
         return
     with contextlib.suppress(OSError, ValueError):
-        local_rank = int(os.environ.get("LOCAL_RANK", "0"))  # torchrun itself has none
-        line = json.dumps({"type": type_, "local_rank": local_rank, **fields}).encode() + b"\n"
+        # A program may change LOCAL_RANK. torchrun itself has none.
+        own = int(local_rank or os.environ.get("LOCAL_RANK", "0"))
+        line = json.dumps({"type": type_, "local_rank": own, **fields}, ensure_ascii=False)
         flags = os.O_WRONLY | os.O_NONBLOCK | os.O_CLOEXEC
-        descriptor = os.open(f"/proc/{owner}/fd/{int(name)}", flags)
-        try:
-            if stat.S_ISFIFO(os.fstat(descriptor).st_mode):
-                os.write(descriptor, line)
-        finally:
-            os.close(descriptor)
+        with os.fdopen(os.open(f"/proc/{owner}/fd/{int(name)}", flags), "wb", 0) as pipe:
+            if stat.S_ISFIFO(os.fstat(pipe.fileno()).st_mode):
+                pipe.write(f"{line}\n".encode(errors="replace"))
 
 
 # -- process groups --------------------------------------------------------------------------------
@@ -118,7 +119,8 @@ def patch_groups(module: Any) -> None:
 
     for function in (destroy_process_group, init_process_group, separate_rendezvous):
         setattr(module, function.__name__, function)
-    atexit.register(_keep_at_exit, module)
+    atexit.register(wait_for_gloo)
+    atexit.register(_never_free, module)  # runs before it
     os.register_at_fork(after_in_child=functools.partial(_never_free, module, files=True))
 
 
@@ -129,17 +131,12 @@ def _never_free(module: Any, *, files: bool = False) -> None:
     of the last rank removes the file; the next run would find it.
     """
     for group, (_, store) in module._world.pg_map.items():
-        if files or type(_innermost(store)).__name__ != "FileStore":
+        if files or _kind(store) != "FileStore":
             with contextlib.suppress(AttributeError, RuntimeError):  # a group written in Python
                 for device in group._device_types:
                     backend = group._get_backend(device)
                     if type(backend).__name__ in _GLOO:
                         ctypes.pythonapi.Py_IncRef(ctypes.py_object(backend))
-
-
-def _keep_at_exit(module: Any) -> None:
-    _never_free(module)
-    wait_for_gloo()
 
 
 def wait_for_gloo() -> None:
@@ -175,10 +172,9 @@ def _gloo_threads() -> dict[str, Any]:
     return found
 
 
-def _innermost(store: Any) -> Any:
-    while hasattr(store, "underlying_store"):
-        store = store.underlying_store
-    return store
+def _kind(store: Any) -> str:
+    """Return the class of a store below its prefixes, such as ``TCPStore``."""
+    return type(getattr(store, "_underlying_non_prefix_store", store)).__name__
 
 
 def _separate_store(store: Any, rank: int, world_size: int) -> Any:
@@ -188,7 +184,7 @@ def _separate_store(store: Any, rank: int, world_size: int) -> Any:
     children of one trial of a sweep. Groups of different sizes are counted separately, because some
     ranks belong only to the larger groups.
     """
-    if type(_innermost(store)).__name__ != "TCPStore" or not has_agent_variables():
+    if _kind(store) != "TCPStore" or not has_agent_variables():
         return store
     from torch.distributed import PrefixStore
 
@@ -196,26 +192,16 @@ def _separate_store(store: Any, rank: int, world_size: int) -> Any:
     return PrefixStore(f"clusterjob/group{number}of{world_size}", store)
 
 
-# -- limit the agents' store to its own address ----------------------------------------------------
+# -- limit the agents' store to its own port -------------------------------------------------------
 
 
-def served_at(host: str, port: int) -> str | None:
-    """Return the host of the agents' store if the address is that of the store, else None.
+def served_at(port: int) -> str | None:
+    """Return the host of the agents' store if a port is that of the store, else None.
 
-    Args:
-        host: the address as the script gives it.
-        port: its port.
+    The port decides: a script may name the store's machine as it likes.
     """
-    own_host, _, own_port = os.environ.get(STORE, "").rpartition(":")
-    if not own_host or own_port != str(port):
-        return None
-    if host == own_host:
-        return host
-    addresses, own = _addresses(host), _addresses(own_host)
-    # The store is bound to one address of node 0. On node 0, every other name of the machine is
-    # an address of the same store.
-    on_node_0 = any(map(_is_of_this_machine, addresses)) and any(map(_is_of_this_machine, own))
-    return own_host if addresses & own or on_node_0 else None
+    host, _, own_port = os.environ.get(STORE, "").rpartition(":")
+    return host if own_port == str(port) else None
 
 
 def has_agent_variables() -> bool:
@@ -225,66 +211,37 @@ def has_agent_variables() -> bool:
     )
 
 
-def _addresses(host: str) -> set[Any]:
-    try:
-        return {info[4][0] for info in socket.getaddrinfo(host.strip("[]"), None)}
-    except OSError:
-        return set()
-
-
-def _is_of_this_machine(address: str) -> bool:
-    family = socket.AF_INET6 if ":" in address else socket.AF_INET
-    with socket.socket(family, socket.SOCK_DGRAM) as probe:
-        try:
-            probe.bind((address, 0))
-        except OSError:
-            return False
-    return True
-
-
 def patch_stores(module: Any) -> None:
-    """Patch torch.distributed.rendezvous to use the agents' store only at the agents' address."""
+    """Patch torch.distributed.rendezvous to use the agents' store only at the agents' port."""
     create = getattr(module, "_create_c10d_store", None)
     asks_agents = getattr(module, "_torchelastic_use_agent_store", None)
     if create is None or asks_agents is None:
         return  # another torch
-    this_thread = threading.local()
-
-    @functools.wraps(asks_agents)
-    def use_agent_store() -> bool:
-        return asks_agents() and not getattr(this_thread, "elsewhere", False)
 
     @functools.wraps(create)
-    def create_store(hostname: str, port: int, *args: Any, **options: Any) -> Any:
-        served = served_at(hostname, port) if has_agent_variables() else hostname
+    def create_store(hostname: str, port: int, rank: int, *args: Any, **options: Any) -> Any:
+        by_agents = asks_agents() and has_agent_variables()
+        served = served_at(port) if by_agents else hostname
         if served is not None:
-            return create(served, port, *args, **options)
-        notice = threading.Timer(_WAITING_NOTICE, _print_notice, (hostname, port))
+            return create(served, port, rank, *args, **options)
+        from torch.distributed import TCPStore
+
+        text = (
+            f"clusterjob: no store answers at {hostname}:{port}, where this process waits for rank"
+            f" 0's; the job store is at {os.environ[STORE]}"
+        )
+        shown = {"file": sys.stderr, "flush": True}
+        notice = threading.Timer(_WAITING_NOTICE, print, (text,), shown)
         notice.daemon = True
-        notice.start()
-        this_thread.elsewhere = True
-        try:
-            return create(hostname, port, *args, **options)
+        if rank:
+            notice.start()
+        try:  # as torch does where no agent serves a store
+            world_size, timeout = args[:2]
+            return TCPStore(hostname, port, world_size, rank == 0, timeout, multi_tenant=True)
         finally:
-            this_thread.elsewhere = False
             notice.cancel()
 
-    module._torchelastic_use_agent_store = use_agent_store
     module._create_c10d_store = create_store
-
-
-def _print_notice(host: str, port: int) -> None:
-    """Print one notice if no process listens at the address where this process waits."""
-    try:
-        socket.create_connection((host, port), _CONNECT_TIMEOUT).close()
-    except OSError as error:
-        own = os.environ.get(STORE, "")
-        sys.stderr.write(
-            f"clusterjob: no process listens at {host}:{port}, where this process waits for rank"
-            f" 0's store ({error.strerror or error})"
-            f"{f'; the job store is at {own}' if own else ''}\n"
-        )
-        sys.stderr.flush()
 
 
 # -- waits for other ranks -------------------------------------------------------------------------
@@ -341,35 +298,35 @@ def _measure_waits() -> None:
     if os.environ.get(WAITS) != "1" or hasattr(note, "__wrapped__"):
         return
     waits = Waits()
-    reducers: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
-    read: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()  # the last iteration
+    # The reducer and the last iteration that was read, by logger.
+    known: weakref.WeakKeyDictionary[Any, tuple[Any, int]] = weakref.WeakKeyDictionary()
 
     def wait_of(logger: Any) -> float | None:
-        """Return how long the last iteration has waited, in seconds; None if it is not known."""
+        """Return how long the last iteration has waited, in seconds; None if it was not timed."""
         values = logger._get_ddp_logging_data().ints_map
-        iteration, reducer = values.get("iteration", 0), reducers[logger]()
-        if iteration == read.get(logger, 0) or reducer is None:
+        iteration, (reducer, last) = values.get("iteration", 0), known[logger]
+        if iteration == last:
             return None
-        read[logger] = iteration
+        known[logger] = reducer, iteration
         # With TORCH_DISTRIBUTED_DEBUG, each reading may print lines.
         if waits.step > 0 and not os.environ.get("TORCH_DISTRIBUTED_DEBUG"):
             pause = _READ_ON_DEVICE if torch.cuda.is_initialized() else _READ_ON_HOST
             rate = max(each for each in _RATES if each <= max(1, pause / waits.step))
-            reducer._set_ddp_runtime_logging_sample_rate(rate)
+            reducer()._set_ddp_runtime_logging_sample_rate(rate)
         # The all-reduces overlap the computation; the rest is a wait.
         wait = values["backward_comm_time"] - values["backward_compute_comm_overlap_time"]
         return float(max(0, wait)) / 1e9
 
     @functools.wraps(set_logger)
     def watched_set_logger(reducer: Any, logger: Any) -> Any:
-        reducers[logger] = weakref.ref(reducer)
+        known[logger] = weakref.ref(reducer), 0
         return set_logger(reducer, logger)
 
     @functools.wraps(note)
     def watched_note(logger: Any) -> Any:
         result = note(logger)
         wait = None
-        with contextlib.suppress(Exception):  # another torch
+        with contextlib.suppress(Exception):  # another torch, or a reducer that was freed
             wait = wait_of(logger)
         waits.end_step(wait)
         return result

@@ -5,6 +5,7 @@ A failure contains the last lines of stderr, and whether it is only an effect of
 
 from __future__ import annotations
 
+import itertools
 import re
 import time
 from collections.abc import Iterable
@@ -26,8 +27,8 @@ _NO_NCCL_HINT = (
 )
 # Limits for stderr. Many lines are read, because libraries may print warnings at the end.
 _MAX_LINES, _SHOWN_LINES, _MAX_BYTES = 200, 20, 65536
-# Limits of a worker's stack, and of the text about it, that are sent.
-_MAX_FRAMES, _MAX_LINE, _MAX_TEXT = 40, 300, 1000
+# Limits of a line of a worker's stack, and of the text about it, that are sent.
+_MAX_LINE, _MAX_TEXT = 300, 1000
 _MAX_EXITS = 8  # maximum ranks with exit code 0 that one message names
 
 
@@ -43,52 +44,15 @@ _RANK_MARK = re.compile(r"\[rank\d+\]:")
 _LINES = 400
 
 
-@dataclass(frozen=True)
-class TorchrunFailure:
-    """The worker that failed first on a node, as its torchrun reports it.
-
-    Attributes:
-        rank: the worker's rank.
-        local_rank: its index on the node.
-        exit_code: its exit code, 128 + n for signal n.
-        signal: that signal's name, or None.
-        last_lines: the worker's last lines before torchrun's own output.
-    """
-
-    rank: int
-    local_rank: int
-    exit_code: int
-    signal: str | None
-    last_lines: tuple[str, ...]
-
-
-def torchrun_cause(stderr: Path) -> TorchrunFailure | None:
-    """Parse the first failure from torchrun's stderr; return None if there is none."""
-    lines = log_files.last_lines(stderr, _LINES, 1 << 17)
-    match = _ROOT_CAUSE.search("\n".join(lines))
-    if match is None:
-        return None
-    code = int(match["code"])
-    end = next(
-        (index for index, line in enumerate(lines) if _TORCHRUN_OUTPUT.search(line)), len(lines)
-    )
-    return TorchrunFailure(
-        int(match["rank"]),
-        int(match["local_rank"]),
-        exit_code=128 - code if code < 0 else code,
-        signal=processes.signal_name(-code) if code < 0 else None,
-        last_lines=_lines_of_rank(match["rank"], lines[:end])[-20:],
-    )
-
-
 def _lines_of_rank(rank: str, lines: tuple[str, ...]) -> tuple[str, ...]:
-    """Return the lines of a rank.
+    """Return the lines of a rank before torchrun's own output.
 
     torch marks the traceback of each rank. Without marked lines of this rank, return all unmarked
     lines, which may be of any rank.
     """
-    own = tuple(line for line in lines if line.startswith(f"[rank{rank}]:"))
-    return own or tuple(line for line in lines if not _RANK_MARK.match(line))
+    before = tuple(itertools.takewhile(lambda line: not _TORCHRUN_OUTPUT.search(line), lines))
+    own = tuple(line for line in before if line.startswith(f"[rank{rank}]:"))
+    return own or tuple(line for line in before if not _RANK_MARK.match(line))
 
 
 def how(code: int, signal_name: str | None) -> str:
@@ -148,15 +112,16 @@ class Failures:
         rank: int | None = world.first_rank + local_rank
         local: int | None = local_rank
         if self.under_torchrun:
+            rank = local = None
             stderr = log_files.rank_files(self.directory, None, world.restart, self.attempt)[1]
-            cause = torchrun_cause(stderr)
+            lines = log_files.last_lines(stderr, _LINES, 1 << 17)
+            cause = _ROOT_CAUSE.search("\n".join(lines))
             if cause is None:  # torchrun itself
-                rank = local = None
-                lines, message = log_files.last_lines(stderr), f"torchrun {message}"
+                message, lines = f"torchrun {message}", lines[-_SHOWN_LINES:]
             else:
-                rank, local, code = cause.rank, cause.local_rank, cause.exit_code
-                signal_name, lines = cause.signal, cause.last_lines
-                message = how(code, signal_name)
+                rank, local, end = int(cause["rank"]), int(cause["local_rank"]), int(cause["code"])
+                code, signal_name = processes.exit_code_of(-end if end < 0 else end << 8)
+                message, lines = how(code, signal_name), _lines_of_rank(cause["rank"], lines)
         else:
             stderr = self.stderr_of(world, local_rank)
             lines = log_files.last_lines(stderr, _MAX_LINES, limit=_MAX_BYTES)
@@ -168,14 +133,14 @@ class Failures:
         # A worker that fails because another worker ended raises an exception or aborts. SIGKILL
         # and SIGSEGV are never such an effect.
         effect = raised and (kind is FailureKind.RENDEZVOUS or failure_texts.is_effect(meanings))
-        exception = failure_texts.last_exception(own if raised else last)
-        if exception is not None and kind in (None, FailureKind.EXIT_CODE) and raised:
+        exception = failure_texts.last_exception(own) if raised else None
+        if exception is not None and kind in (None, FailureKind.EXIT_CODE):
             message = f"{exception} ({message})"
         if not world.gpus and Meaning.NO_GPU_FOR_NCCL in failure_texts.meanings((message,)):
             message += _NO_NCCL_HINT
-        memory = self._memory_note(signal_name, meanings)
-        if memory:
-            kind = FailureKind.OOM_HOST
+        by_kernel = signal_name == "SIGKILL" or Meaning.CHILD_KILLED in meanings  # perhaps
+        if by_kernel and (news := processes.describe_oom_kill(self.oom_kills)):
+            message, kind = f"{message} ({news})", FailureKind.OOM_HOST
         return Failure(
             rank,
             local,
@@ -183,24 +148,14 @@ class Failures:
             host=self.host,
             exit_code=code,
             signal=signal_name,
-            message=message + memory,
+            message=message,
             last_lines=last,
             effect=effect,
             kind=failure_texts.kind_of_end(
-                kind, meanings, signal_name, raised=rank is not None and exception is not None
+                kind, meanings, signal_name, raised=exception is not None
             ),
             where=where or failure_texts.place(lines),
         )
-
-    def _memory_note(self, signal_name: str | None, meanings: frozenset[Meaning]) -> str:
-        """Return a note about the kernel's out-of-memory kills since the last call, or "".
-
-        Only SIGKILL of the worker, or of one of its child processes, can be such a kill.
-        """
-        if signal_name != "SIGKILL" and Meaning.CHILD_KILLED not in meanings:
-            return ""
-        news = processes.describe_oom_kill(self.oom_kills)
-        return f" ({news})" if news else ""
 
 
 @dataclass
@@ -242,59 +197,53 @@ class WorkerStatus:
             One line about each worker, and its failure if the other ranks have given up.
         """
         lines, failures = list[str](), list[Failure]()
-        running = {stack.rank: stack for stack in stacks}
+        found = {stack.rank: stack for stack in stacks}
+        host, node_rank = self.failures.host, self.failures.node_rank
         for rank in probe.ranks:
-            local_rank, stack = rank - self.world.first_rank, running.get(rank)
-            frames = stack.main_frames[:_MAX_FRAMES] if stack is not None else ()
-            shown = tuple(line[:_MAX_LINE] for line in grouping.frame_lines(frames))
-            stderr, process = self.failures.stderr_of(self.world, local_rank), ""
+            local_rank, stack = rank - self.world.first_rank, found.get(rank)
+            stderr = self.failures.stderr_of(self.world, local_rank)
+            place, who, last = f"host {host}", "it", log_files.last_lines(stderr)
             if self.started is None:
                 text = "was not started: its node still imports torch"
             elif stack is None:
                 text = f"{self.ended.get(local_rank, 'runs')} and never joined the rendezvous"
             else:
-                process = f"pid {stack.pid}"
-                text = self._note(stack, probe, time.monotonic() - self.started, stderr)
-            where = ", ".join(filter(None, (f"host {self.failures.host}", process)))
-            lines.append(
-                f"rank {rank} (node {self.failures.node_rank}, local rank {local_rank}, {where}):"
-                f" {text}"
-            )
-            who = f"it ({process})" if process else "it"
+                place, who = f"{place}, pid {stack.pid}", f"it (pid {stack.pid})"
+                text = _what_it_does(stack, probe, time.monotonic() - self.started, stderr)
+                if frames := grouping.frame_lines(stack.main_frames):
+                    last = (STACK_TITLE, *(line[:_MAX_LINE] for line in frames))[:_SHOWN_LINES]
+            name = f"rank {rank} (node {node_rank}, local rank {local_rank}, {place})"
+            lines.append(f"{name}: {text}")
             failures.append(
                 Failure(
                     rank,
                     local_rank,
-                    node_rank=self.failures.node_rank,
-                    host=self.failures.host,
+                    node_rank=node_rank,
+                    host=host,
                     exit_code=1,
                     signal=None,
                     message=f"the others gave up waiting for {who}: it {text}",
-                    last_lines=(STACK_TITLE, *shown)[:_SHOWN_LINES]
-                    if shown
-                    else log_files.last_lines(stderr),
+                    last_lines=last,
                     kind=FailureKind.RENDEZVOUS,
                 )
             )
         return lines, failures if probe.gave_up else []
 
-    @staticmethod
-    def _note(stack: RankStack, probe: Probe, age: float, log: Path) -> str:
-        """Return what a worker does; write it into its log if the others do not wait any more."""
-        frames = stack.main_frames
-        doing = f"it {grouping.position_text(frames, stack.state)}"
-        how = "has not reached bootstrap.init()" if frames else "has not joined the rendezvous"
-        if any(
-            frame.function == "init" and frame.file.endswith("bootstrap.py") for frame in frames
-        ):
-            how = "is inside bootstrap.init()"
-        text = f"has run for {age:.0f} s and {how}; {doing}"[:_MAX_TEXT]
-        note = f"{probe.note}; {doing}" if probe.note else ""
-        if probe.gave_up and frames:
-            note = f"the others gave up waiting for this process, which {text}"
-        if note:
-            lines = [note]
-            for thread in stack.threads:
-                lines += [f"{thread.name}:", *grouping.frame_lines(thread.frames)]
-            files.later(log_files.append, log, lines)
-        return text
+
+def _what_it_does(stack: RankStack, probe: Probe, age: float, log: Path) -> str:
+    """Return what a worker does; write it into its log if the others do not wait any more."""
+    frames = stack.main_frames
+    doing = f"it {grouping.position_text(frames, stack.state)}"
+    how = "has not reached bootstrap.init()" if frames else "has not joined the rendezvous"
+    if any(frame.function == "init" and frame.file.endswith("bootstrap.py") for frame in frames):
+        how = "is inside bootstrap.init()"
+    text = f"has run for {age:.0f} s and {how}; {doing}"[:_MAX_TEXT]
+    note = f"{probe.note}; {doing}" if probe.note else ""
+    if probe.gave_up and frames:
+        note = f"the others gave up waiting for this process, which {text}"
+    if note:
+        lines = [note]
+        for thread in stack.threads:
+            lines += [f"{thread.name}:", *grouping.frame_lines(thread.frames)]
+        files.later(log_files.append, log, lines)
+    return text
