@@ -30,7 +30,7 @@ WORKERS = """
     dist.init_process_group("gloo")
     pair = dist.new_group([0, 1])
     open(f"ready{rank}", "w").close()
-    if rank == 1:  # its handler ends, and then it waits for rank 0, which saves
+    if rank == 1:  # its handler ends, and then it waits for a rank that does not come
         while not told:
             time.sleep(0.01)
         dist.all_reduce(torch.zeros(1), group=pair)

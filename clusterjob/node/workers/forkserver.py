@@ -18,7 +18,7 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from io import FileIO
 from pathlib import Path
 from typing import Any
@@ -31,7 +31,7 @@ from clusterjob.node.logs import ends, log_files
 from clusterjob.node.logs.job_dir import STORE_LOG
 from clusterjob.node.options import LaunchOptions
 from clusterjob.node.program import Program
-from clusterjob.node.stacks import collect, offer
+from clusterjob.node.stacks import collect, grouping, offer
 from clusterjob.node.system import files, processes
 from clusterjob.node.system.processes import SharedNote
 from clusterjob.node.verdict import FailureKind
@@ -42,7 +42,8 @@ from clusterjob.node.workers import hook, output_drain, preload, torch_patches
 # resource tracker frees the shared memory. It ignores SIGTERM and waits until the last process that
 # holds its pipe, such as a DataLoader worker, has ended.
 _LEFTOVERS = ((0.1, signal.SIGTERM), (0.5, signal.SIGKILL))
-_EARLY_KILL = 1.0  # seconds for a worker to begin its handler of SIGTERM after a failure
+# Seconds for a worker to begin its handler of SIGTERM after a failure, or to end after it.
+_EARLY_KILL = 1.0
 _ORPHANED_GRACE = 0.5  # seconds between SIGTERM and SIGKILL when the agent is gone
 _SWEEP_INTERVAL = 0.02
 _LEASE_INTERVAL, _LEASE_MARGIN = 0.5, 1.0
@@ -127,7 +128,8 @@ class Forkserver:
         # pipes of the workers' output, and the files
         self._streams: list[tuple[int, Path]] = []
         self._stop: Iterator[None] | None = None  # the steps of a stop of all workers
-        self._sigterm: dict[int, str] = {}  # see `WorkerHandler`; by local rank
+        # The state of the SIGTERM handlers in Python, and since when, by local rank.
+        self._sigterm: dict[int, tuple[str, float]] = {}
         # The pipe of this round's workers; None if the job cannot be preempted.
         self._warning: WarningPipe | None = None
         self._warned = False
@@ -498,7 +500,7 @@ class Forkserver:
             output_drain.flush(self._drain)  # the agent looks for a traceback in the output
         for message in reports:
             if isinstance(message, messages.WorkerHandler):
-                self._sigterm[message.local_rank] = message.state
+                self._sigterm[message.local_rank] = (message.state, time.monotonic())
             elif (
                 message.local_rank in self._running.values() or self._options.launcher == "torchrun"
             ):
@@ -545,12 +547,16 @@ class Forkserver:
 
     def _stop_steps(self, begun: float) -> Iterator[None]:
         """Kill the workers when it is time, then what they left behind; a step takes 20 ms."""
+        stacks: dict[int, collect.Request] = {}  # of workers whose handler of SIGTERM has ended
         while self._running:
             if time.monotonic() >= self._kill_at:
                 self._signal(self._below(), signal.SIGKILL)
-            elif self._kills_early and time.monotonic() >= begun + _EARLY_KILL:
-                self._signal(filter(self._saves_nothing, self._running), signal.SIGKILL)
+            elif self._kills_early:
+                idle = [pid for pid in self._running if self._is_idle(pid, begun, stacks)]
+                self._signal(idle, signal.SIGKILL)
             yield
+        for request in stacks.values():
+            request.close()
         while self._store is not None:
             processes.send_signal(self._store, signal.SIGKILL)
             yield
@@ -573,15 +579,25 @@ class Forkserver:
         """Return the processes that the workers started, and the workers."""
         return [pid for pid in processes.descendants(os.getpid()) if pid != self._drain_pid]
 
-    def _saves_nothing(self, pid: int) -> bool:
-        """Return whether a worker has no handler of SIGTERM, or cannot run it."""
-        state = self._sigterm.get(self._running[pid])
-        if state is None or self._options.launcher == "torchrun":
+    def _is_idle(self, pid: int, begun: float, stacks: dict[int, collect.Request]) -> bool:
+        """Return whether a worker that got SIGTERM saves nothing, by its handler of SIGTERM."""
+        state, since = self._sigterm.get(self._running[pid], ("", 0.0))
+        if time.monotonic() < max(since, begun) + _EARLY_KILL or state == "begun":
+            return False
+        if self._options.launcher == "torchrun" or state not in ("set", "ended"):
             return not collect.has_signal(pid, "SigCgt", signal.SIGTERM)
-        return state == "set"  # stuck in native code
+        if state == "set":  # stuck in native code
+            return True
+        if pid not in stacks:
+            stacks[pid] = collect.ask(pid)
+        threads = next(stacks[pid], ())
+        if threads is None:
+            return False
+        del stacks[pid]
+        return bool(threads) and grouping.waits_for_peers(threads[0].frames)
 
     @staticmethod
-    def _signal(pids: Iterable[int], with_signal: int) -> None:
+    def _signal(pids: list[int], with_signal: int) -> None:
         for pid in pids:
             processes.send_signal(pid, with_signal)
 

@@ -144,7 +144,7 @@ class WorkerHandler:
     """A worker has a Python handler of SIGTERM.
 
     Attributes:
-        state: ``set`` or ``begun``.
+        state: ``set``, ``begun`` or ``ended``.
     """
 
     local_rank: int

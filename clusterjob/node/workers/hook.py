@@ -238,9 +238,9 @@ def _call(function: str, *arguments: Any, **options: Any) -> None:
 
 
 def _report_sigterm(module: Any) -> None:
-    """Report when a handler of SIGTERM is set and begins; the program sees its own handlers.
+    """Report when a handler of SIGTERM begins and ends; the program sees its own handlers.
 
-    After a failure, a worker that cannot begin its handler is killed early.
+    After a failure, a worker that saves nothing is killed early.
     """
     set_handler, get_handler = module.signal, module.getsignal
 
@@ -254,7 +254,10 @@ def _report_sigterm(module: Any) -> None:
 
         def reported(number: int, frame: FrameType | None) -> None:
             _call("send", "WorkerHandler", state="begun")
-            handler(number, frame)
+            try:
+                handler(number, frame)
+            finally:
+                _call("send", "WorkerHandler", state="ended")
 
         reported.of_program = handler  # type: ignore[attr-defined]
         earlier = own(set_handler(signalnum, reported))
