@@ -58,7 +58,8 @@ class Notifier:
 
     def attempt_begins(self, attempt: int) -> None:
         """Report that the job runs again, unless the attempt before told that it was preempted."""
-        if attempt and not ends.preempted_before(self._job_dir, attempt):
+        before = ends.read_result(self._job_dir, attempt - 1) if attempt else None
+        if attempt and not (before is not None and before.state is JobState.PREEMPTED):
             self._send(REQUEUE, state=f"QUEUED AGAIN, attempt {attempt} starts")
 
     def started(self, nnodes: int, world_size: int) -> None:
