@@ -155,13 +155,8 @@ def label_ranks(label: str) -> list[int | None]:
     found: list[int | None] = []
     for part in label.split(","):
         first, _, last = part.partition("-")
-        if part.startswith("node"):
-            found.append(None)
-        else:
-            end = min(int(last or first), int(first) + _MAX_RANKS_OF_LABEL)
-            found += range(int(first), end + 1)
-        if len(found) > _MAX_RANKS_OF_LABEL:
-            break
+        is_node, room = part.startswith("node"), max(0, _MAX_RANKS_OF_LABEL - len(found))
+        found += [None] if is_node else [*range(int(first), int(last or first) + 1)[:room]]
     return found[:_MAX_RANKS_OF_LABEL]
 
 

@@ -153,9 +153,7 @@ def append(path: Path, lines: Sequence[str]) -> None:
         OSError: the disk is full, for example.
     """
     text = "".join(f"clusterjob: {line}\n" for line in lines)
-    descriptor = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CLOEXEC)
-    with open(descriptor, "wb", buffering=0) as stream:
-        stream.write(text.encode(errors="replace"))
+    Appender(path).write(text.encode(errors="replace"))
 
 
 def shown(part: bytes) -> str:
@@ -288,19 +286,15 @@ class LogFile:
         return self._lines(rest, seconds, ended=False) if rest else []
 
     def skip_to_tail(self, count: int) -> None:
-        """Continue at the last `count` lines, without reading the lines before them."""
+        """Continue shortly before the last `count` lines, without reading what is before them."""
         with contextlib.suppress(OSError), open_regular(self.path, buffering=0) as stream:
-            begin = os.fstat(stream.fileno()).st_size
-            left = count + 1  # the last line may have a newline
-            while begin > 0:
-                end, begin = begin, max(0, begin - _PIECE)
+            begin, newlines, data = os.fstat(stream.fileno()).st_size, 0, b""
+            while begin > 0 and newlines <= count:  # the last line may have a newline
+                begin = max(0, begin - _PIECE)
                 stream.seek(begin)
-                newlines = list(re.finditer(b"\n", stream.read(end - begin)))
-                if len(newlines) >= left:
-                    begin += newlines[-left].end()
-                    break
-                left -= len(newlines)
-            self.offset = begin
+                data = stream.read(_PIECE)
+                newlines += data.count(b"\n")
+            self.offset = begin + (data.find(b"\n") + 1 if begin else 0)
 
     def _lines(self, data: bytes, seconds: float, *, ended: bool = True) -> list[LogLine]:
         """Return the lines of `data`, which lacks the last newline."""
@@ -413,7 +407,7 @@ class LogReader:
         return self._begins[node_rank]
 
     def skip_to_tail(self, count: int) -> None:
-        """Continue at the last `count` lines of each file, or shortly before them."""
+        """Continue shortly before the last `count` lines of each file."""
         for node_rank in self._nodes():
             for file in self._files_of(node_rank):
                 file.skip_to_tail(count)
