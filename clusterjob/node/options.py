@@ -46,17 +46,12 @@ def _workers(text: str) -> int | str:
 
 
 def seconds(text: str) -> float:
-    """Read a number of seconds above 0."""
-    value = float(text)
+    """Read a number of seconds above 0, or one with a unit, such as 10m."""
+    unit = {"s": 1, "m": 60, "h": 3600}.get(text[-1:])
+    value = float(text[:-1]) * unit if unit else float(text)
     if not (math.isfinite(value) and value > 0):
         raise argparse.ArgumentTypeError(f"{text}: must be a number of seconds above 0")
     return value
-
-
-def _duration(text: str) -> float:
-    """Read a number of seconds above 0, or one with a unit, such as 10m."""
-    unit = {"s": 1, "m": 60, "h": 3600}.get(text[-1:])
-    return unit * seconds(text[:-1]) if unit else seconds(text)
 
 
 @dataclass(frozen=True)
@@ -245,7 +240,7 @@ class LaunchOptions:
         None,
         "Time without progress after which the job hangs, such as 10m (default: no detection).",
         metavar="TIME",
-        type=_duration,
+        type=seconds,
     )
     grace: float | None = _option(
         None,
@@ -348,10 +343,6 @@ def parse(argv: Sequence[str]) -> LaunchOptions:
     if values["lease"] <= values["heartbeat"]:
         lease, heartbeat = f"--lease {values['lease']:g}", f"--heartbeat {values['heartbeat']:g}"
         raise UsageError(f"{lease} must be longer than {heartbeat}", "change one of them")
-    for key, other in (("warn_signal", "warning"), ("checkpoint_dir", "until_done")):
-        if values[key] and not values[other]:
-            flag, needed = (f"--{name.replace('_', '-')}" for name in (key, other))
-            raise UsageError(f"{flag} has no effect without {needed}", f"add {needed}")
     placement = {
         variable: value for variable in _PLACEMENT if (value := values.pop(variable)) is not None
     }

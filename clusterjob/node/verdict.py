@@ -19,12 +19,14 @@ TIMEOUT_EXIT_CODE = 124  # as timeout(1)
 PREEMPTED_EXIT_CODE = 75  # EX_TEMPFAIL of sysexits.h; for a preempted worker and its job
 
 
-class _Word(str, Enum):
+class Word(str, Enum):
+    """A word of a fixed list; str() gives its value, as of StrEnum in Python 3.11."""
+
     def __str__(self) -> str:
         return str(self.value)
 
 
-class JobState(_Word):
+class JobState(Word):
     """The state of a job. A job without a recorded end is LOST or UNKNOWN, never SUCCEEDED."""
 
     PENDING = "PENDING"
@@ -51,7 +53,7 @@ _SHORT = 200  # characters of a short message, such as that of a later failure
 _MAX_REASONS = 5  # maximum lines about failures that are not effects
 
 
-class FailureKind(_Word):
+class FailureKind(Word):
     """The kind of a failure."""
 
     CODE = "code"  # an exception of the script
@@ -132,17 +134,6 @@ class Failure:
             kind=kind,
         )
 
-    @classmethod
-    def from_json(cls, data: Any) -> Failure:
-        """Return the failure that `to_json` wrote; ignore unknown keys, cut long texts.
-
-        Raises:
-            ValueError: a key is missing or has a wrong value.
-        """
-        if isinstance(data, dict) and data.get("kind") not in list(FailureKind):
-            data = {**data, "kind": FailureKind.CODE}  # a newer version has added a kind
-        return codec.read(cls, data)
-
     @property
     def who(self) -> str:
         """The worker, as ``rank 3 (node 1, local rank 1, host gpu7)``, or the node."""
@@ -184,15 +175,6 @@ class RoundEnd:
     message: _Short = ""
     where: _Short = ""
     MAX_MESSAGE: ClassVar[int] = _SHORT
-
-    @classmethod
-    def from_json(cls, data: Any) -> RoundEnd:
-        """Return the entry that `vars` wrote.
-
-        Raises:
-            ValueError: a key is missing or has a wrong value.
-        """
-        return codec.read(cls, data)
 
 
 def bounded(rounds: Sequence[RoundEnd]) -> tuple[RoundEnd, ...]:

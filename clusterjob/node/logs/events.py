@@ -22,7 +22,6 @@ import time
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from datetime import datetime, timezone
-from enum import Enum
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -33,7 +32,7 @@ from clusterjob.node.system.codec import Limit
 from clusterjob.node.system.files import Appender
 from clusterjob.node.system.ranges import ranges
 from clusterjob.node.system.sanitize import sanitize
-from clusterjob.node.verdict import FailureKind, RoundEnd, bounded
+from clusterjob.node.verdict import FailureKind, RoundEnd, Word, bounded
 
 ROUND_ENDED = "round_ended"  # the event; its other fields are those of `RoundEnd`
 # The coordinator adds these events when a rank has been late for three measurements, and again
@@ -154,11 +153,11 @@ def ended_rounds(job_dir: Path, *, running: bool) -> tuple[RoundEnd, ...]:
         end, open_ = open_, None
         with contextlib.suppress(ValueError):  # another program wrote the event
             if kind == ROUND_ENDED:
-                end = RoundEnd.from_json({**event, "ended_at": at})
+                end = codec.read(RoundEnd, {**event, "ended_at": at})
             elif kind == "started":
                 place = {"attempt": event.get("attempt"), "restart": event.get("restart")}
                 lost = {"kind": FailureKind.NODE_LOST.value, "node": 0, "started_at": at}
-                open_ = RoundEnd.from_json({**lost, **place})
+                open_ = codec.read(RoundEnd, {**lost, **place})
         if end is not None:
             found[end.attempt, end.restart] = end
         if len(found) > _MAX_ROUNDS:
@@ -168,7 +167,7 @@ def ended_rounds(job_dir: Path, *, running: bool) -> tuple[RoundEnd, ...]:
     return bounded([*found.values()])
 
 
-class Phase(str, Enum):
+class Phase(Word):
     """A phase of a node, or of a rank. The next phase ends it."""
 
     SETUP = "setup"  # node: the script's setup lines run
@@ -178,9 +177,6 @@ class Phase(str, Enum):
     RUNNING = "running"  # node: all workers run; rank: its group is formed, or it needs none
     STOP = "stop"  # the workers are being stopped
     ENDED = "ended"  # rank: the process has ended; node: all have
-
-    def __str__(self) -> str:
-        return self.value
 
 
 @dataclass(frozen=True)
