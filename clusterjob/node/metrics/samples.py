@@ -190,9 +190,8 @@ class SampleWriter:
         data = line = _json(_plain(sample))
         if facts != self._facts or self._count % _FACTS_EACH == 0:
             self._facts = facts
-            data = _json({name: _plain(one) for name, one in vars(facts).items()}) + line
-            if self._count == 0:
-                data = b"\n" + data  # an earlier agent may have cut its line
+            # An earlier agent may have cut its last line.
+            data = b"\n" + _json({name: _plain(one) for name, one in vars(facts).items()}) + line
         self._count += 1
         with contextlib.suppress(OSError):  # a full disk loses it
             self._file.write(data)

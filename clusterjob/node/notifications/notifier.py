@@ -86,9 +86,8 @@ class Notifier:
 
     async def close(self) -> None:
         """Wait until everything is sent, at most 10 s."""
-        if not self._sending:
-            return
-        _, unsent = await asyncio.wait(self._sending, timeout=_LAST_SEND)
+        sending = self._sending
+        _, unsent = await asyncio.wait(sending, timeout=_LAST_SEND) if sending else ((), ())
         if unsent:
             self._print_line("notify: the last notification was not sent in time")
 

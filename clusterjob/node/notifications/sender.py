@@ -70,18 +70,19 @@ def event_of(kind: str, job: Event, state: str, reason: str, **facts: Any) -> Ev
         facts: the other keys; those that are missing are unknown.
     """
     unknown = {"exit_code": None, "seconds": None, "rank": None, "host": "", "final": False}
-    job_id, name, cluster = job["job_id"], job["name"], job["cluster"]
-    event: Event = {"job_id": job_id, "name": name, "cluster": cluster, **unknown, **facts}
-    reason = short(reason)
-    first = f"{name} ({job_id})" if name else job_id
-    first += f"{f' on {cluster}' if cluster else ''}: {state}"
-    if event["exit_code"]:
-        first += f", exit code {event['exit_code']}"
-    if event["seconds"] is not None and (event["final"] or kind == FAILURE):
-        first += f", after {timedelta(seconds=round(event['seconds']))}"
-    lines = filter(None, (first, reason, f"clusterjob logs {job_id}"))
-    texts = {"title": f"{job_id} {state}", "text": "\n".join(lines)}
-    return event | {"event": kind, "state": state, "reason": reason} | texts
+    event: Event = {name: job[name] for name in ("job_id", "name", "cluster")} | unknown | facts
+    event |= {"event": kind, "state": state, "reason": short(reason)}
+    job_id, code, seconds = event["job_id"], event["exit_code"], event["seconds"]
+    who = f"{event['name']} ({job_id})" if event["name"] else job_id
+    where = f" on {event['cluster']}" if event["cluster"] else ""
+    has_ended = seconds is not None and (event["final"] or kind == FAILURE)
+    first = (
+        f"{who}{where}: {state}",
+        f"exit code {code}" if code else "",
+        f"after {timedelta(seconds=round(seconds))}" if has_ended else "",
+    )
+    lines = (", ".join(filter(None, first)), event["reason"], f"clusterjob logs {job_id}")
+    return event | {"title": f"{job_id} {state}", "text": "\n".join(filter(None, lines))}
 
 
 def wanted(event: Event, kinds: Sequence[str]) -> bool:
