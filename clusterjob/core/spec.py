@@ -22,7 +22,6 @@ from clusterjob.core.options import OPTIONS
 from clusterjob.core.resources import MOST_WORKERS, Resources, at_least
 from clusterjob.errors import SpecError
 from clusterjob.node import contract
-from clusterjob.node.notifications import DEFAULT_KINDS
 from clusterjob.node.options import (
     LAUNCHERS,
     PREFLIGHT_MODES,
@@ -143,7 +142,7 @@ class JobSpec:
     warn_signal: str = ""
     notify: tuple[NotifyPlace, ...] = ()
     notify_cmd: tuple[str, ...] = ()
-    notify_on: tuple[str, ...] = DEFAULT_KINDS
+    notify_on: tuple[str, ...] = contract.NOTIFY_DEFAULT
     preflight: str = LaunchOptions.preflight
     hang_timeout: int | None = None
     metrics: bool = True

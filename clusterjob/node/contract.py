@@ -34,6 +34,12 @@ CODE_ORIGIN = "CLUSTERJOB_CODE_ORIGIN"  # the directory of which CODE_TREE is th
 WAITS = "CLUSTERJOB_WAITS"  # "1": a worker measures how long it waits in collectives
 STREAM = "CLUSTERJOB_STREAM"  # "1": the submitter sees only this node's stdout; see `console`
 
+# Of --notify-on: events, those that are sent by default, and each element of an array, as in
+# sbatch's --mail-type.
+NOTIFY_KINDS = ("start", "end", "failure", "requeue")
+NOTIFY_DEFAULT = NOTIFY_KINDS[1:]
+NOTIFY_ARRAY_TASKS = "array_tasks"
+
 _TOKEN_BYTES = 16  # minimum length of a token
 
 # Variables set for each worker; a job started inside another job must not inherit them.

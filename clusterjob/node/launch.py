@@ -35,7 +35,7 @@ from clusterjob.node.workers import forkserver_messages, preload
 from clusterjob.node.workers.forkserver import Forkserver
 
 if TYPE_CHECKING:
-    from clusterjob.node.notifications.notifier import Notifier
+    from clusterjob.node.notifications import Notifier
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -206,7 +206,7 @@ def _required_gpus(
 
 def _notifier(settings: str, node: NodeJob) -> Notifier | None:
     """Return the notifier of a node that may coordinate; None on others or without --notify."""
-    from clusterjob.node.notifications.notifier import Notifier
+    from clusterjob.node.notifications import Notifier
     from clusterjob.node.rendezvous import succession
 
     if not settings or (node.topology.node_rank and not succession.may_move(node)):

@@ -32,7 +32,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, BinaryIO
 
 from clusterjob.node.logs.job_dir import AGENT_LOG, LOGS, TIMELINE
-from clusterjob.node.system.files import Appender, size_of
+from clusterjob.node.system.files import Appender, listed, size_of
 from clusterjob.node.system.ranges import ranges
 
 if TYPE_CHECKING:
@@ -97,10 +97,7 @@ def round_suffix(attempt: int, restart: int) -> str:
 
 def file_names(directory: Path) -> list[str]:
     """Return a directory's file names in the order of starts; empty if it was removed."""
-    try:
-        return sorted(os.listdir(directory), key=by_start)
-    except OSError:
-        return []
+    return sorted(listed(str(directory)), key=by_start)
 
 
 def by_start(name: str) -> tuple[int, int, int, str]:
