@@ -51,7 +51,7 @@ from clusterjob.node.verdict import Failure, FailureKind, JobState, Verdict
 
 REQUEST_SECONDS = 2.0  # node 0's agent looks for a cancel request this often
 STACKS_SECONDS = 2.0  # maximum seconds in which the stacks are saved before a stop
-_INTERRUPT = b"interrupt\n"  # the content of ``cancelled`` after Ctrl-C
+_INTERRUPT = "interrupt\n"  # the content of ``cancelled`` after Ctrl-C
 _SHORT_TEXT = 4000  # characters of a shortened text
 _MAX_ATTEMPTS = 5  # rounds in a shortened verdict
 _MAX_NAMED = 10  # maximum number of names of written files, and of hosts with them
@@ -60,6 +60,7 @@ _NOT_WRITTEN = (".git", "__pycache__")
 _MAX_REFUSAL = 1 << 20  # maximum bytes of a refusal
 _HOST = re.compile(r"[A-Za-z0-9._-]{1,253}")
 _EXIT_CODE = re.compile(r"\d{1,3}", re.ASCII)
+_NODE_END = re.compile(r"node(?P<node>\d{1,9})(?:\.attempt(?P<attempt>\d{1,9}))?\.json", re.ASCII)
 _NEXT = re.compile(r"next\.(\d{1,9})", re.ASCII)
 _JOB_NUMBER = re.compile(r"\d{1,11}", re.ASCII)
 
@@ -93,9 +94,7 @@ def cancelled(job_dir: Path) -> bool:
 
 def interrupted(job_dir: Path) -> bool:
     """Return whether Ctrl-C caused the cancel: workers then get SIGINT instead of SIGTERM."""
-    with contextlib.suppress(OSError):
-        return (job_dir / CANCELLED).read_bytes() == _INTERRUPT
-    return False
+    return files.read_text(job_dir / CANCELLED, len(_INTERRUPT)) == _INTERRUPT
 
 
 def cancel(job_dir: Path, *, interrupt: bool = False) -> None:
@@ -106,7 +105,7 @@ def cancel(job_dir: Path, *, interrupt: bool = False) -> None:
         interrupt: whether the workers get SIGINT first.
     """
     with contextlib.suppress(OSError):
-        files.write_atomic(job_dir / CANCELLED, _INTERRUPT if interrupt else b"")
+        files.write_atomic(job_dir / CANCELLED, _INTERRUPT.encode() if interrupt else b"")
 
 
 def stacks_wanted(job_dir: Path) -> bool:
@@ -160,13 +159,12 @@ def next_job(job_dir: Path) -> tuple[str, float] | None:
     None if the job has the id of its first attempt.
     """
     matches = map(_NEXT.fullmatch, files.listed(str(directory(job_dir))))
-    attempts = sorted(int(match[1]) for match in matches if match is not None)
-    for attempt in reversed(attempts):
-        path = directory(job_dir) / f"next.{attempt}"
-        with contextlib.suppress(OSError, ValueError):
-            number = files.read_regular(path, 64).decode(errors="replace").strip()
-            if _JOB_NUMBER.fullmatch(number):
-                return number, path.stat().st_mtime
+    newest = max((int(match[1]) for match in matches if match is not None), default=-1)
+    path = directory(job_dir) / f"next.{newest}"
+    with contextlib.suppress(OSError, ValueError):
+        number = files.read_regular(path, 64).decode(errors="replace").strip()
+        if _JOB_NUMBER.fullmatch(number):
+            return number, path.stat().st_mtime
     return None
 
 
@@ -209,18 +207,16 @@ def written(job_dir: Path, attempt: int | None = 0) -> list[dict[str, Any]]:
         attempt: only the ends of this attempt after which no later one ended; None for all ends.
     """
     found = []
-    for name in files.listed(str(directory(job_dir))):
-        end = files.read_json(directory(job_dir) / name) if name.endswith(".json") else None
-        if not isinstance(end, dict):
+    for match in map(_NODE_END.fullmatch, files.listed(str(directory(job_dir)))):
+        if match is None or (match["attempt"] and attempt is not None):
             continue
-        node, own = end.get("node_rank"), end.get("attempt", 0)
+        node, end = int(match["node"]), files.read_json(directory(job_dir) / match[0])
         # A host may write the end of another node's rank.
-        is_newest = name == f"node{node}.json"
-        is_older = attempt is None and name == f"node{node}.attempt{own}.json"
-        is_valid = type(node) is type(own) is int and attempt in (None, own)
-        if is_valid and (is_newest or is_older):
-            reason = str(end.get("reason") or "")[:_SHORT_TEXT]
-            found.append(end | {"attempt": own, "reason": reason})
+        if isinstance(end, dict) and end.get("node_rank") == node:
+            own, reason = end.get("attempt", 0), str(end.get("reason") or "")[:_SHORT_TEXT]
+            is_named = match["attempt"] in (None, str(own))
+            if type(own) is int and attempt in (None, own) and is_named:
+                found.append(end | {"node_rank": node, "attempt": own, "reason": reason})
     return sorted(found, key=lambda end: (end["node_rank"], end["attempt"]))
 
 
