@@ -114,7 +114,7 @@ class Gpu:
     index: int
     uuid: str
     name: str
-    memory: int
+    memory: int = _column("gpu_memory_size_bytes", "Memory of the GPU.")
 
 
 @dataclass(frozen=True)
@@ -132,8 +132,8 @@ class NodeFacts:
     node_rank: int
     host: str
     attempt: int
-    cores: int
-    memory: int
+    cores: int = _column("node_cpu_cores", "Cores that the job may use.")
+    memory: int = _column("node_memory_limit_bytes", "Memory that the job may use.")
     gpus: tuple[Gpu, ...] = ()
 
 

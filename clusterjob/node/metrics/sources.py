@@ -24,6 +24,7 @@ from clusterjob.node.system.devices import listed_gpus
 _TICKS = os.sysconf("SC_CLK_TCK")
 _PAGE = os.sysconf("SC_PAGE_SIZE")
 _SECTOR = 512  # bytes; the unit of /sys/block/*/stat
+_NO_LIMIT = 1 << 60  # bytes; cgroup v1 writes a larger number for no limit
 # Devices that are made of others, or of memory.
 _VIRTUAL_DISK = re.compile(r"(loop|ram|zram|dm-|md|sr|nbd|drbd)")
 # Seconds between two readings of the GPUs, and without an answer until their values are unknown.
@@ -46,15 +47,13 @@ class Machine:
 
     def __init__(self, root: str = "") -> None:
         self._root = root
-        limits = {
-            group: _number(group / "memory.max") or _number(group / "memory.limit_in_bytes") or 0
+        limits = (
+            (group, _number(group / "memory.max") or _number(group / "memory.limit_in_bytes") or 0)
             for group in processes.memory_cgroups(root)
-        }
-        # cgroup v1 writes a huge number for no limit.
-        limited = [group for group, limit in limits.items() if 0 < limit < 1 << 60]
-        self._group = limited[0] if limited else None
-        total = _meminfo(root).get("MemTotal", 0)
-        self.memory = min(total, limits[limited[0]]) if limited else total
+        )
+        limited = ((group, limit) for group, limit in limits if 0 < limit < _NO_LIMIT)
+        self._group, limit = next(limited, (None, _NO_LIMIT))
+        self.memory = min(_meminfo(root).get("MemTotal", 0), limit)
         self._disks = [
             f"{root}/sys/block/{name}/stat"
             for name in files.listed(f"{root}/sys/block")
