@@ -316,14 +316,10 @@ class LaunchOptions:
             if name in ("program", "placement") or value == getattr(LaunchOptions, name):
                 continue
             flag = f"--{name.replace('_', '-')}"
-            if "const" in each.metadata:  # the value is optional
-                words.append(f"{flag}={value}")
-            elif isinstance(value, bool):
+            if isinstance(value, bool):
                 words.append(flag if value else f"--no-{flag[2:]}")
-            elif isinstance(value, tuple):
-                words += [flag, ",".join(value)]
             else:
-                words += [flag, str(value)]
+                words.append(f"{flag}={','.join(value) if isinstance(value, tuple) else value}")
         return words + self.program.launch_arguments()
 
 
