@@ -344,14 +344,13 @@ def _identity(
             f" everyone who can connect to node 0 could {danger}",
             f"set {contract.TOKEN} to the same secret on every node",
         )
-    if token is None:  # no other node needs that of a single node
-        open_token = f"clusterjob:{job_id}:{attempt}".encode()
-        token = open_token if is_open else secrets.token_bytes(16)
+    # No other node needs the token of a single node.
+    own_token = f"clusterjob:{job_id}:{attempt}".encode() if is_open else secrets.token_bytes(16)
     counted_by = "" if topology.source == "clusterjob" else finding.evidence.get("node_rank", "")
     return JobIdentity(
         job_id,
         attempt,
-        token=token,
+        token=token or own_token,
         ports=candidate_ports(job_id, attempt)
         if topology.master_port is None
         else [topology.master_port],
