@@ -90,11 +90,11 @@ def event_of(kind: str, job: Event, state: str, reason: str, **facts: Any) -> Ev
     job_id, code, seconds = event["job_id"], event["exit_code"], event["seconds"]
     who = f"{event['name']} ({job_id})" if event["name"] else job_id
     where = f" on {event['cluster']}" if event["cluster"] else ""
-    has_ended = seconds is not None and (event["final"] or kind == FAILURE)
+    tells_time = seconds is not None and (event["final"] or kind == FAILURE)
     first = (
         f"{who}{where}: {state}",
         f"exit code {code}" if code else "",
-        f"after {timedelta(seconds=round(seconds))}" if has_ended else "",
+        f"after {timedelta(seconds=round(seconds))}" if tells_time else "",
     )
     lines = (", ".join(filter(None, first)), event["reason"], f"clusterjob logs {job_id}")
     return event | {"title": f"{job_id} {state}", "text": "\n".join(filter(None, lines))}
@@ -357,10 +357,10 @@ class Notifier:
     def _send(
         self, kind: str, state: str, reason: str = "", failure: Failure | None = None, **facts: Any
     ) -> None:
-        if failure is not None:
-            facts |= {"rank": failure.rank, "host": short(failure.host)}
         import asyncio
 
+        if failure is not None:
+            facts |= {"rank": failure.rank, "host": short(failure.host)}
         seconds = round(time.monotonic() - self._begun, 1)
         event = event_of(kind, self._settings, state, reason, seconds=seconds, **facts)
         # The end of an element may be a failure of its array.
