@@ -45,8 +45,7 @@ _PIECE = 1 << 16  # bytes to read at once
 _MAX_OPEN = 4096  # maximum bytes to show of a line without a newline
 _MAX_HELD, _MAX_HELD_BYTES = 5_000, 4 << 20  # maximum lines and bytes to hold back
 _MAX_AHEAD = 32  # maximum lines of one rank to look at for an equal line
-# One line of a timeline: seconds, node, order and size of a file; see `by_start`.
-_Note = tuple[float, int, tuple[int, int, int, str], int]
+_Note = tuple[float, int, str, int]  # a line of a timeline: seconds, node, name and size of a file
 NOTE = re.compile(r"(\d{1,12}\.\d{3}) (\S{1,80}) (\d{1,18})", re.ASCII)  # a line of a timeline
 _NODE = re.compile(r"node(\d{1,9})", re.ASCII)
 FILE_NAME = re.compile(
@@ -192,8 +191,8 @@ class Timeline:
         An error such as a full disk loses the record: readers then read that part of the files at
         the end.
         """
-        sizes = {name: size_of(self._directory / name) for name in sorted(self._sizes)}
-        grown = [name for name, size in sizes.items() if size > self._sizes[name]]
+        sizes = {name: size_of(self._directory / name) for name in self._sizes}
+        grown = sorted((name for name in sizes if sizes[name] > self._sizes[name]), key=by_start)
         if grown:
             self._sizes = sizes
             self.grown_at = time.monotonic()
@@ -366,7 +365,7 @@ class LogReader:
                 that has ended, or to stop reading.
         """
         notes = map(self._notes, self._nodes())
-        for seconds, node_rank, (*_, name), size in heapq.merge(*notes, key=operator.itemgetter(0)):
+        for seconds, node_rank, name, size in heapq.merge(*notes, key=operator.itemgetter(0)):
             self._moment = max(self._moment, seconds)
             file = self._file(node_rank, name)
             if file is not None:
@@ -437,19 +436,15 @@ class LogReader:
         return sorted(lines, key=lambda line: (line.node_rank, line.rank or 0))
 
     def _notes(self, node_rank: int) -> Iterator[_Note]:
-        """Yield the new records of a node's timeline; sort those of one time by `by_start`."""
+        """Yield the new records of a node's timeline."""
         path = node_directory(self._job_dir, node_rank) / TIMELINE
         timeline = self._timelines.setdefault(
             node_rank, LogFile(node_rank, None, stream="out", path=path)
         )
-        lines = (line for piece in timeline.lines_up_to(None) for line in piece)
-        # A full disk may cut a line short.
-        matches = (match for line in lines if (match := NOTE.fullmatch(line.text)) is not None)
-        notes = (
-            (float(match[1]), node_rank, by_start(match[2]), int(match[3])) for match in matches
-        )
-        for _, together in itertools.groupby(notes, key=operator.itemgetter(0)):
-            yield from sorted(together)
+        for line in itertools.chain.from_iterable(timeline.lines_up_to(None)):
+            # A full disk may cut a line short.
+            if (match := NOTE.fullmatch(line.text)) is not None:
+                yield float(match[1]), node_rank, match[2], int(match[3])
 
     def _files_of(self, node_rank: int) -> Iterator[LogFile]:
         """Yield the files of a node that the reader returns, in the order of starts."""
