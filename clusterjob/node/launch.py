@@ -227,8 +227,6 @@ def _for_launcher(options: LaunchOptions) -> LaunchOptions:
         )
     if options.launcher != "ray":
         return options
-    if options.program.on_stdin:
-        raise UsageError("--launcher ray needs a script file", "save the script as a file")
     from clusterjob.node.workers import ray_node
 
     return ray_node.node_options(options)
