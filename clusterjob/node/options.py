@@ -138,7 +138,6 @@ class LaunchOptions:
         time_limit: how long the job may run, from when all workers have started, or from the end
             of `join_timeout` if they start later; None for no limit.
         join_timeout: how long the agents wait for each other.
-        heartbeat: interval between heartbeats on a connection between agents.
         spares: nodes without workers that take the place of lost ones.
         min_nodes: the smallest number of nodes with which the job runs; None for all of them,
             without the spares.
@@ -219,9 +218,6 @@ class LaunchOptions:
         "Smallest number of nodes that may run (default: all but the spares).",
         metavar="N",
         type=_COUNT,
-    )
-    heartbeat: float = _option(
-        2.0, "Seconds between two heartbeats (default: 2).", metavar="SECONDS", type=seconds
     )
     lease: float = _option(
         10.0,
@@ -304,6 +300,11 @@ class LaunchOptions:
         return nnodes - (self.min_nodes or nnodes - self.spares)
 
     @property
+    def heartbeat(self) -> float:
+        """Seconds between two heartbeats on a connection between agents."""
+        return self.lease / 5
+
+    @property
     def return_timeout(self) -> float:
         """Seconds to wait for an agent that was killed or cut off; then its node counts as lost."""
         return self.lease + 5.0
@@ -336,9 +337,6 @@ def parse(argv: Sequence[str]) -> LaunchOptions:
     if program is None:
         raise UsageError("nothing to launch", "give a script, -m MODULE, or -- COMMAND")
     values = vars(known)
-    if values["lease"] <= values["heartbeat"]:
-        lease, heartbeat = f"--lease {values['lease']:g}", f"--heartbeat {values['heartbeat']:g}"
-        raise UsageError(f"{lease} must be longer than {heartbeat}", "change one of them")
     placement = {
         variable: value for variable in _PLACEMENT if (value := values.pop(variable)) is not None
     }

@@ -31,7 +31,7 @@ from procs import (
 
 MakeJob = Callable[..., Job]
 HOST = socket.gethostname()
-QUICK_LEASE = ("--heartbeat", "0.2", "--lease", "1.5")
+QUICK_LEASE = ("--lease", "1.5")
 
 # Creates a file with its rank in the name, then waits for ever.
 SLEEPER = """

@@ -354,7 +354,7 @@ def test_disk_that_hangs_longer_than_the_lease_ends_no_job(
             print("a line", flush=True)
             time.sleep(0.005)
     """)
-    options = ("--heartbeat", "0.2", "--lease", "2", script)
+    options = ("--lease", "2", script)
     job.start_all(*options, env={"CLUSTERJOB_JOB_DIR": str(freezable)})
     job.wait_for("up0", "up1")
     subprocess.run(["fsfreeze", "-f", str(freezable)], check=True)

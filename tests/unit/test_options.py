@@ -87,14 +87,12 @@ def test_missing_program_is_usage_error_with_hint(argv: list[str]) -> None:
             for name in (
                 "--time-limit",
                 "--join-timeout",
-                "--heartbeat",
                 "--lease",
                 "--grace",
                 "--warning",
             )
             for value in ("0", "-1", "x", "", "nan", "inf", "-inf", "1e999")
         ],
-        ["--heartbeat", "5", "--lease", "5"],
         ["--start", "spawn"],
         ["--launcher", "slurm"],
         ["--start", ""],
