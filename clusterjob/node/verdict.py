@@ -50,7 +50,7 @@ _EFFECT = "failed as a consequence"
 _SAME_ERROR = "failed with the same error"
 _OTHER_REASON = "failed for another reason"
 _SHORT = 200  # characters of a short message, such as that of a later failure
-_MAX_GROUPS = 7  # maximum lines about later failures
+_MAX_GROUPS = 6  # maximum lines about later failures
 
 
 class FailureKind(Word):
