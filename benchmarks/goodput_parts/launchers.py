@@ -150,7 +150,7 @@ class Clusterjob(OnMachines):
         """Return the command of one machine."""
         argv = [sys.executable, "-m", "clusterjob", "launch"]
         argv += ["--nproc-per-node", "1", "--max-restarts", "100", "--warning", "20"]
-        argv += ["--hang-timeout", str(self._hang_timeout), "--heartbeat", "1", "--lease", "4"]
+        argv += ["--hang-timeout", str(self._hang_timeout), "--lease", "4"]
         argv += ["--spares", str(self._spares)] if self._spares else []
         variables = {
             "CLUSTERJOB_NNODES": str(len(self.nodes)),

@@ -64,6 +64,5 @@ class JobOptions(TypedDict, total=False):
     metrics: bool | None
     metrics_port: int | None
     join_timeout: float | None
-    heartbeat: float | None
     lease: float | None
     grace: float | None

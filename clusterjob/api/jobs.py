@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import time
 from collections import Counter
@@ -13,7 +14,7 @@ from clusterjob.api import results, waiting
 from clusterjob.core import job_parts, jobs, polling
 from clusterjob.core.records import SEPARATOR, Record, Records
 from clusterjob.errors import UsageError
-from clusterjob.node.logs.log_files import Folded, LogReader, fold
+from clusterjob.node.logs.log_files import LogLine, LogReader, fold
 from clusterjob.node.system.sanitize import sanitize
 from clusterjob.node.verdict import JobState, Verdict
 
@@ -155,7 +156,7 @@ class Job(Generic[T]):
         if tail is not None:
             reader.skip_to_tail(tail)
         parts = fold(reader.batches(end=True))
-        lines = [_line(record, line) for line in itertools.chain.from_iterable(parts)]
+        lines = [_line(record, *pair) for pair in itertools.chain.from_iterable(parts)]
         shown = lines if tail is None else lines[-tail:] if tail > 0 else []
         return "".join(f"{line}\n" for line in shown)
 
@@ -169,7 +170,7 @@ class Job(Generic[T]):
             with waiting.BACKENDS:
                 polling.collect(record)
             for lines in fold(reader.batches(end=ended)):
-                yield from (_line(record, line) for line in lines)
+                yield from itertools.starmap(functools.partial(_line, record), lines)
             if ended:
                 return
             time.sleep(_POLL)
@@ -289,10 +290,10 @@ def _reader(record: Record, rank: int | None, node: int | None) -> LogReader:
     return LogReader(record.job_dir, rank=rank, node=node)
 
 
-def _line(record: Record, line: Folded) -> str:
+def _line(record: Record, label: str, line: LogLine) -> str:
     job = record.job
     one = job.working_nodes == 1 and job.nproc_per_node == 1 and not job.nproc_word
-    return sanitize(line.text) if one else f"[{line.label}] {sanitize(line.text)}"
+    return sanitize(line.text) if one else f"[{label}] {sanitize(line.text)}"
 
 
 def _cancel(records: Sequence[Record]) -> int:

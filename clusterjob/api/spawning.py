@@ -206,6 +206,6 @@ def _wait_or_kill(agent: subprocess.Popen[bytes]) -> None:
 
 
 def _show(reader: LogReader, *, last: bool = False) -> None:
-    for line in itertools.chain.from_iterable(fold(reader.batches(end=last))):
+    for label, line in itertools.chain.from_iterable(fold(reader.batches(end=last))):
         stream = sys.stdout if line.stream == "out" else sys.stderr
-        print(f"[{line.label}] {sanitize(line.text, colours=True)}", file=stream, flush=True)
+        print(f"[{label}] {sanitize(line.text, colours=True)}", file=stream, flush=True)

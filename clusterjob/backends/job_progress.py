@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 from clusterjob.backends.base import JobPhase, JobProgress, Status
 from clusterjob.core.records import Handle
-from clusterjob.node.logs.events import Straggler, StragglersNow, now, read_job_events
+from clusterjob.node.logs.events import Straggler, note_straggler, now, read_job_events
 from clusterjob.node.logs.job_dir import AGENT_LOG, LOGS, SLURM_LOG
 from clusterjob.node.logs.log_files import last_lines, node_directory
 from clusterjob.node.verdict import JobState
@@ -86,12 +86,12 @@ def progress(job_dir: Path) -> Progress:
     """Return the progress of a job from the events in its directory."""
     started_at, restarts, waiting, started = None, 0, "", None
     restart_reason, attempt, notice = "", 0, ""
-    phases, stragglers = _Phases(), StragglersNow()
+    phases, stragglers = _Phases(), dict[int, Straggler]()
     agents_started = False
     for event in read_job_events(job_dir):
         agents_started = True
         phases.take(event)
-        stragglers.take(event)
+        note_straggler(stragglers, event)
         kind = event.get("event")
         if kind == "started":
             at, restart = event.get("time"), event.get("restart")
@@ -126,7 +126,7 @@ def progress(job_dir: Path) -> Progress:
         waiting,
         started=started,
         restart_reason=restart_reason,
-        stragglers=stragglers.found,
+        stragglers=tuple(stragglers[rank] for rank in sorted(stragglers)),
         attempt=attempt,
         **phases.found(),
     )

@@ -16,7 +16,7 @@ from clusterjob.core.records import Record, home
 from clusterjob.core.units import show_size
 from clusterjob.doctor.engine import Check, CheckState
 from clusterjob.node.logs import ends, events
-from clusterjob.node.logs.log_files import LONGEST, Folded, LogLine, as_text, fold, label
+from clusterjob.node.logs.log_files import LONGEST, Labelled, LogLine, as_text, fold
 from clusterjob.node.system import codec
 from clusterjob.node.system.sanitize import escape_json, sanitize
 from clusterjob.node.verdict import JobState, Verdict
@@ -192,7 +192,7 @@ class LogPrinter:
         self.show_all(batches)
         if not self._raw and live.has_terminal:
             shown = [
-                line.text if self._plain else f"[{self._label(label(line))}] {line.text}"
+                line.text if self._plain else f"[{self._label(line.label)}] {line.text}"
                 for line in open_lines()
             ]
             self.has_open_lines = bool(shown)
@@ -206,9 +206,7 @@ class LogPrinter:
             return
         for lines in batches:
             if not self._raw:  # only one worker writes
-                self._print(
-                    Folded("", line.stream, text=line.text, ended=line.ended) for line in lines
-                )
+                self._print([("", line) for line in lines])
                 continue
             live.clear()
             for line in lines:
@@ -216,7 +214,7 @@ class LogPrinter:
                 stream.write(line.text.encode(errors="surrogateescape") + b"\n" * line.ended)
                 stream.flush()
 
-    def _print(self, lines: Iterable[Folded]) -> None:
+    def _print(self, lines: list[Labelled]) -> None:
         for name, text in as_text(lines, self._shown):
             live.clear()
             stream = sys.stdout if name == "out" else sys.stderr
@@ -228,11 +226,11 @@ class LogPrinter:
             return ranks
         return self._element if self._world_is_one else f"{self._element}: {ranks}"
 
-    def _shown(self, line: Folded) -> str:
+    def _shown(self, label: str, line: LogLine) -> str:
         # A part of one long line gets no line break.
         end = "\n" if line.ended or not self._plain or len(line.text) < LONGEST else ""
         text = sanitize(line.text, colours=True)
-        return text + end if self._plain else f"[{self._label(line.label)}] {text}{end}"
+        return text + end if self._plain else f"[{self._label(label)}] {text}{end}"
 
 
 class NodeLines:

@@ -14,7 +14,7 @@ from textual.message import Message
 from textual.screen import ModalScreen, Screen
 from textual.widgets import Footer, Label, RichLog, Static
 
-from clusterjob.node.logs.log_files import LogLine, LogReader, label
+from clusterjob.node.logs.log_files import LogLine, LogReader
 from clusterjob.node.system.sanitize import sanitize
 
 _POLL = 0.5  # seconds between two readings of a log
@@ -146,7 +146,7 @@ class LogScreen(Screen[None]):
         at_end = log.is_vertical_scroll_end
         for line in message.lines:
             text = sanitize(line.text[:_MAX_COLUMNS], colours=True)
-            name = f"[{label(line)}] " if self._labels else ""
+            name = f"[{line.label}] " if self._labels else ""
             shown = Text(name, style="bold" if name else "")
             shown.append_text(Text.from_ansi(text))
             log.write(shown, scroll_end=at_end)

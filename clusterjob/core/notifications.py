@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from clusterjob.errors import SpecError
-from clusterjob.node.notifications import ARRAY_TASKS, KINDS
+from clusterjob.node.contract import NOTIFY_ARRAY_TASKS, NOTIFY_KINDS
 
 _URL = re.compile(r"([A-Za-z][A-Za-z0-9+.-]{0,30})://\S+", re.ASCII)
 _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]{0,127}", re.ASCII)
@@ -106,7 +106,7 @@ def check_kinds(kinds: Iterable[str]) -> None:
     Raises:
         SpecError: a kind is unknown.
     """
-    known = (*KINDS, ARRAY_TASKS)
+    known = (*NOTIFY_KINDS, NOTIFY_ARRAY_TASKS)
     for kind in kinds:
         if kind not in known:
             raise SpecError(f"--notify-on {kind!r}: unknown event", f"use {', '.join(known)}")
@@ -187,7 +187,7 @@ def packed(
         "on": kinds,
         "name": name,
         "cluster": cluster,
-        "elements": 0 if ARRAY_TASKS in kinds else elements,
+        "elements": 0 if NOTIFY_ARRAY_TASKS in kinds else elements,
     }
     data = json.dumps(value).encode()
     if len(data) > _MAX_BYTES:

@@ -321,7 +321,6 @@ _ROWS = (
         help="Port on each node's 127.0.0.1 for Prometheus (default: none)."),
     Option("join_timeout", _seconds, metavar="S", node="join_timeout", group="restart",
         help="Seconds that nodes wait for each other (default: 300)."),
-    Option("heartbeat", _seconds, node="heartbeat", group="restart"),
     Option("lease", _seconds, node="lease", group="restart"),
     Option("grace", _seconds, metavar="S", node="grace", group="restart",
         help="Seconds between SIGTERM and SIGKILL (default: 3; after a failure 30)."),

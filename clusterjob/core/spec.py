@@ -22,7 +22,6 @@ from clusterjob.core.options import OPTIONS
 from clusterjob.core.resources import MOST_WORKERS, Resources, at_least
 from clusterjob.errors import SpecError
 from clusterjob.node import contract
-from clusterjob.node.notifications import DEFAULT_KINDS
 from clusterjob.node.options import (
     LAUNCHERS,
     PREFLIGHT_MODES,
@@ -95,7 +94,7 @@ class JobSpec:
         preflight: measure the hosts before the workers start: ``off``, ``warn`` or ``refuse``.
         hang_timeout: seconds without progress after which the job hangs; None for no detection.
         metrics, metrics_port: samples of the nodes; see `clusterjob.node.options.LaunchOptions`.
-        join_timeout, heartbeat, lease, grace: seconds; see `clusterjob.node.options.LaunchOptions`.
+        join_timeout, lease, grace: seconds; see `clusterjob.node.options.LaunchOptions`.
 
     Raises:
         SpecError: a field is invalid; the message names it.
@@ -143,13 +142,12 @@ class JobSpec:
     warn_signal: str = ""
     notify: tuple[NotifyPlace, ...] = ()
     notify_cmd: tuple[str, ...] = ()
-    notify_on: tuple[str, ...] = DEFAULT_KINDS
+    notify_on: tuple[str, ...] = contract.NOTIFY_DEFAULT
     preflight: str = LaunchOptions.preflight
     hang_timeout: int | None = None
     metrics: bool = True
     metrics_port: int = 0
     join_timeout: float = LaunchOptions.join_timeout
-    heartbeat: float = LaunchOptions.heartbeat
     lease: float = LaunchOptions.lease
     grace: float | None = LaunchOptions.grace
 
@@ -166,18 +164,13 @@ class JobSpec:
         _one_of("start", self.start, known=START_MODES)
         _one_of("launcher", self.launcher, known=(*LAUNCHERS, "srun"))
         _one_of("preflight", self.preflight, known=PREFLIGHT_MODES)
-        for label in ("join_timeout", "heartbeat", "lease", "grace"):
+        for label in ("join_timeout", "lease", "grace"):
             value = getattr(self, label)
             if value is not None and not 0 < value < 1e9:
                 raise SpecError(
                     f"{label.replace('_', ' ')} is {value}: "
                     "must be more than 0 and less than 1e9 seconds"
                 )
-        if self.lease <= self.heartbeat:
-            raise SpecError(
-                f"the lease ({self.lease:g} s) must be longer "
-                f"than the heartbeat ({self.heartbeat:g} s)"
-            )
         for name, value in self.env.items():
             variable_names.check(name, value)
         for secret in self.secret:

@@ -25,7 +25,7 @@ HARMLESS = frozenset({
     "nodes", "gpus_per_node", "nproc_per_node", "cpus_per_task", "mem", "time", "name",
     "max_restarts", "retry", "start", "launcher", "require_gpus", "gpus", "sync", "snapshot",
     "account", "partition", "qos", "nodelist", "exclude", "reservation", "array", "after",
-    "requeue", "signal_before", "hang_timeout", "join_timeout", "heartbeat", "lease", "grace",
+    "requeue", "signal_before", "hang_timeout", "join_timeout", "lease", "grace",
     "notify_on", "metrics", "metrics_port", "preflight", "spares", "until_done", "checkpoint_dir",
     "warn_signal",
 })  # fmt: skip

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import os
 import time
 from collections import defaultdict
 from collections.abc import Iterator
@@ -17,14 +16,13 @@ from clusterjob.node.logs.log_files import (
     LogFile,
     by_start,
     file_names,
-    open_regular,
-    shown,
+    last_lines,
 )
 from clusterjob.node.system.sanitize import sanitize
 
 _FIRST_NOTES = 8192  # records of a long timeline that the first call reads
 _LINE_TAIL = 4096  # bytes to read for the last line of a file
-_LONGEST = 500  # characters of a line that are kept
+_LONGEST = 500  # first characters of a line that are kept
 _MAX_RANKS = 4096  # ranks of one node; a host may name any number
 
 
@@ -67,7 +65,8 @@ class LiveOutput:
             self.newest[rank], size = self._seen[name]
             if self._shown.get(rank) != (name, size):
                 self._shown[rank] = (name, size)
-                self._lines[rank] = _last_line(self._directory / name) or self._lines.get(rank, "")
+                if found := last_lines(self._directory / name, 1, limit=_LINE_TAIL):
+                    self._lines[rank] = sanitize(found[0].strip()[:_LONGEST])
         with contextlib.suppress(OSError):
             # Both times are of this machine: when the last record was written, or copied, here.
             age = time.time() - (self._directory / TIMELINE).stat().st_mtime
@@ -99,17 +98,3 @@ class LiveOutput:
                     seconds = self._begin if has_timeline else found.st_mtime
                     if found.st_size:
                         self._seen[name] = (seconds, found.st_size)
-
-
-def _last_line(path: Path) -> str:
-    """Return the last line of a file that is not blank, safe to show; empty if there is none."""
-    try:
-        with open_regular(path, buffering=0) as stream:
-            stream.seek(max(0, os.fstat(stream.fileno()).st_size - _LINE_TAIL))
-            data = stream.read(_LINE_TAIL)
-    except OSError:
-        return ""
-    for part in reversed(data.split(b"\n")):
-        if text := shown(part).strip():
-            return sanitize(text[-_LONGEST:] if len(part) == len(data) else text[:_LONGEST])
-    return ""

@@ -37,7 +37,7 @@ def now(job_dir: Path, status: Status) -> tuple[Straggler, ...]:
                 waits[worker.rank] = Wait(worker.step / 1000, worker.waited / 1000)
     late = stragglers.compare(waits)
     return tuple(
-        replace(each, waited=late[each.rank].waited, step=late[each.rank].step)
+        replace(each, waited_s=late[each.rank].waited, step_s=late[each.rank].step)
         if each.rank in late
         else each
         for each in status.stragglers

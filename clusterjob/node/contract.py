@@ -30,9 +30,14 @@ STDIN_FD = "CLUSTERJOB_STDIN_FD"  # set for the agent: the descriptor that becom
 STORE = "CLUSTERJOB_STORE"  # host:port of the agents' store; empty if rank 0 serves the store
 CODE_DIR = "CLUSTERJOB_CODE_DIR"  # the submitted code of the working directory
 CODE_TREE = "CLUSTERJOB_CODE_TREE"  # the submitted code; empty if there is none
-CODE_ORIGIN = "CLUSTERJOB_CODE_ORIGIN"  # the directory of which CODE_TREE is the copy
 WAITS = "CLUSTERJOB_WAITS"  # "1": a worker measures how long it waits in collectives
 STREAM = "CLUSTERJOB_STREAM"  # "1": the submitter sees only this node's stdout; see `console`
+
+# Of --notify-on: events, those that are sent by default, and each element of an array, as in
+# sbatch's --mail-type.
+NOTIFY_KINDS = ("start", "end", "failure", "requeue")
+NOTIFY_DEFAULT = NOTIFY_KINDS[1:]
+NOTIFY_ARRAY_TASKS = "array_tasks"
 
 _TOKEN_BYTES = 16  # minimum length of a token
 

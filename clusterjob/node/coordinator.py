@@ -37,7 +37,7 @@ from clusterjob.node.system.sanitize import sanitize
 from clusterjob.node.verdict import Failure, JobState, Verdict, bounded
 
 if TYPE_CHECKING:
-    from clusterjob.node.notifications.notifier import Notifier
+    from clusterjob.node.notifications import Notifier
 
 # While states pour in, a decision follows when none has come for _GAP_SECONDS, at the latest
 # _BATCH_SECONDS after the last one.

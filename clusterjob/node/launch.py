@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import os
-import resource
 import secrets
 import shutil
 import socket
@@ -35,9 +34,7 @@ from clusterjob.node.workers import preload, torch_patches
 from clusterjob.node.workers.forkserver import Forkserver
 
 if TYPE_CHECKING:
-    from clusterjob.node.notifications.notifier import Notifier
-
-_OPEN_FILES = 32  # of an agent and its forkserver; node 0 has one connection for each node
+    from clusterjob.node.notifications import Notifier
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -160,7 +157,7 @@ def _place(finding: Finding, options: LaunchOptions, environ: Mapping[str, str])
     """Return this node's place in the job.
 
     Raises:
-        UsageError: the options leave too few nodes for the workers, or too few files may be open.
+        UsageError: the options leave too few nodes for the workers.
     """
     topology = slurm_env.resolve_master_address(this_node.node_of(finding), environ)
     working = topology.nnodes - options.spares
@@ -170,13 +167,6 @@ def _place(finding: Finding, options: LaunchOptions, environ: Mapping[str, str])
             f"{flag}: nodes left for the workers: {max(0, working)} of {topology.nnodes}",
             f"lower {flag}, or add nodes",
         )
-    hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
-    needed = _OPEN_FILES + (topology.nnodes if topology.node_rank == 0 else 0)
-    if 0 <= hard < needed:
-        raise UsageError(
-            f"ulimit -n: the hard limit of {hard} open files is too small, needed: {needed}",
-            "raise it with ulimit -Hn, LimitNOFILE= or in /etc/security/limits.conf",
-        )
     return topology
 
 
@@ -184,16 +174,24 @@ def _choose_workers(options: LaunchOptions, topology: Topology, environ: Mapping
     """Restrict this node to the GPUs of --gpus, and return its number of workers.
 
     Raises:
-        UsageError: a requested GPU is not visible here.
+        UsageError: a requested GPU is not visible here, or no GPU.
     """
     gpus = devices.visible_gpus(environ)
     if options.gpus is not None:
         chosen = devices.requested_gpus(options.gpus, environ)
         os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(chosen)
         gpus = len(chosen)
-    if options.nproc_per_node is not None:
-        return _worker_count(options.nproc_per_node, gpus)
-    return (options.gpus is None and topology.nproc_per_node) or gpus or 1
+    wanted = options.nproc_per_node
+    if wanted is None:
+        return (options.gpus is None and topology.nproc_per_node) or gpus or 1
+    if isinstance(wanted, int):
+        return wanted
+    if wanted == "gpu" and not gpus:
+        raise UsageError(
+            "--nproc-per-node gpu: no GPU is visible here",
+            "--nproc-per-node cpu starts one worker per core",
+        )
+    return gpus if gpus and wanted != "cpu" else devices.usable_cores()
 
 
 def _required_gpus(
@@ -205,30 +203,12 @@ def _required_gpus(
     return 0 if options.nproc_per_node == "cpu" else min(nproc, this_node.gpus(finding, environ))
 
 
-def _worker_count(wanted: int | str, gpus: int) -> int:
-    """Return the number of workers that a number or a word of torchrun means on this node.
-
-    Raises:
-        UsageError: the word is ``gpu``, and no GPU is visible.
-    """
-    if isinstance(wanted, int):
-        return wanted
-    if wanted == "gpu" and not gpus:
-        raise UsageError(
-            "--nproc-per-node gpu: no GPU is visible here",
-            "--nproc-per-node cpu starts one worker per core",
-        )
-    return gpus if gpus and wanted != "cpu" else devices.usable_cores()
-
-
 def _notifier(settings: str, node: NodeJob) -> Notifier | None:
     """Return the notifier of a node that may coordinate; None on others or without --notify."""
-    if not settings:
-        return None
-    from clusterjob.node.notifications.notifier import Notifier
+    from clusterjob.node.notifications import Notifier
     from clusterjob.node.rendezvous import succession
 
-    if node.topology.node_rank and not succession.may_move(node):
+    if not settings or (node.topology.node_rank and not succession.may_move(node)):
         return None
     return Notifier(settings, node.identity.job_id, node.directory, print_line=node.print_line)
 
@@ -246,8 +226,6 @@ def _for_launcher(options: LaunchOptions) -> LaunchOptions:
         )
     if options.launcher != "ray":
         return options
-    if options.program.on_stdin:
-        raise UsageError("--launcher ray needs a script file", "save the script as a file")
     from clusterjob.node.workers import ray_node
 
     return ray_node.node_options(options)
@@ -353,14 +331,13 @@ def _identity(
             f" everyone who can connect to node 0 could {danger}",
             f"set {contract.TOKEN} to the same secret on every node",
         )
-    if token is None:  # no other node needs that of a single node
-        open_token = f"clusterjob:{job_id}:{attempt}".encode()
-        token = open_token if is_open else secrets.token_bytes(16)
+    # No other node needs the token of a single node.
+    own_token = f"clusterjob:{job_id}:{attempt}".encode() if is_open else secrets.token_bytes(16)
     counted_by = "" if topology.source == "clusterjob" else finding.evidence.get("node_rank", "")
     return JobIdentity(
         job_id,
         attempt,
-        token=token,
+        token=token or own_token,
         ports=candidate_ports(job_id, attempt)
         if topology.master_port is None
         else [topology.master_port],

@@ -46,17 +46,12 @@ def _workers(text: str) -> int | str:
 
 
 def seconds(text: str) -> float:
-    """Read a number of seconds above 0."""
-    value = float(text)
+    """Read a number of seconds above 0, or one with a unit, such as 10m."""
+    unit = {"s": 1, "m": 60, "h": 3600}.get(text[-1:])
+    value = float(text[:-1]) * unit if unit else float(text)
     if not (math.isfinite(value) and value > 0):
         raise argparse.ArgumentTypeError(f"{text}: must be a number of seconds above 0")
     return value
-
-
-def _duration(text: str) -> float:
-    """Read a number of seconds above 0, or one with a unit, such as 10m."""
-    unit = {"s": 1, "m": 60, "h": 3600}.get(text[-1:])
-    return unit * seconds(text[:-1]) if unit else seconds(text)
 
 
 @dataclass(frozen=True)
@@ -143,7 +138,6 @@ class LaunchOptions:
         time_limit: how long the job may run, from when all workers have started, or from the end
             of `join_timeout` if they start later; None for no limit.
         join_timeout: how long the agents wait for each other.
-        heartbeat: interval between heartbeats on a connection between agents.
         spares: nodes without workers that take the place of lost ones.
         min_nodes: the smallest number of nodes with which the job runs; None for all of them,
             without the spares.
@@ -225,9 +219,6 @@ class LaunchOptions:
         metavar="N",
         type=_COUNT,
     )
-    heartbeat: float = _option(
-        2.0, "Seconds between two heartbeats (default: 2).", metavar="SECONDS", type=seconds
-    )
     lease: float = _option(
         10.0,
         "Seconds without a message after which a node is lost (default: 10).",
@@ -245,7 +236,7 @@ class LaunchOptions:
         None,
         "Time without progress after which the job hangs, such as 10m (default: no detection).",
         metavar="TIME",
-        type=_duration,
+        type=seconds,
     )
     grace: float | None = _option(
         None,
@@ -309,6 +300,11 @@ class LaunchOptions:
         return nnodes - (self.min_nodes or nnodes - self.spares)
 
     @property
+    def heartbeat(self) -> float:
+        """Seconds between two heartbeats on a connection between agents."""
+        return self.lease / 5
+
+    @property
     def return_timeout(self) -> float:
         """Seconds to wait for an agent that was killed or cut off; then its node counts as lost."""
         return self.lease + 5.0
@@ -321,14 +317,10 @@ class LaunchOptions:
             if name in ("program", "placement") or value == getattr(LaunchOptions, name):
                 continue
             flag = f"--{name.replace('_', '-')}"
-            if "const" in each.metadata:  # the value is optional
-                words.append(f"{flag}={value}")
-            elif isinstance(value, bool):
+            if isinstance(value, bool):
                 words.append(flag if value else f"--no-{flag[2:]}")
-            elif isinstance(value, tuple):
-                words += [flag, ",".join(value)]
             else:
-                words += [flag, str(value)]
+                words.append(f"{flag}={','.join(value) if isinstance(value, tuple) else value}")
         return words + self.program.launch_arguments()
 
 
@@ -345,13 +337,6 @@ def parse(argv: Sequence[str]) -> LaunchOptions:
     if program is None:
         raise UsageError("nothing to launch", "give a script, -m MODULE, or -- COMMAND")
     values = vars(known)
-    if values["lease"] <= values["heartbeat"]:
-        lease, heartbeat = f"--lease {values['lease']:g}", f"--heartbeat {values['heartbeat']:g}"
-        raise UsageError(f"{lease} must be longer than {heartbeat}", "change one of them")
-    for key, other in (("warn_signal", "warning"), ("checkpoint_dir", "until_done")):
-        if values[key] and not values[other]:
-            flag, needed = (f"--{name.replace('_', '-')}" for name in (key, other))
-            raise UsageError(f"{flag} has no effect without {needed}", f"add {needed}")
     placement = {
         variable: value for variable in _PLACEMENT if (value := values.pop(variable)) is not None
     }

@@ -281,19 +281,15 @@ def _load_module(program: Program) -> tuple[types.CodeType, types.ModuleType]:
     except finder._Error as error:
         print(f"{sys.executable}: {error}", file=sys.stderr)
         sys.exit(1)
-    module = _fresh_main(spec.origin or "", spec.loader)
-    module.__spec__ = spec
-    module.__package__ = spec.parent
-    module.__dict__["__cached__"] = spec.cached
     sys.argv[0] = spec.origin or name
-    return code, module
+    more = {"__spec__": spec, "__package__": spec.parent, "__cached__": spec.cached}
+    return code, _fresh_main(spec.origin or "", spec.loader, **more)
 
 
-def _fresh_main(path: str, loader: object) -> types.ModuleType:
+def _fresh_main(path: str, loader: object, **more: object) -> types.ModuleType:
     module = types.ModuleType("__main__")
-    module.__file__ = path
-    module.__loader__ = loader  # type: ignore[assignment]
-    module.__dict__.update(__builtins__=builtins, __cached__=None, __annotations__={})
+    known = {"__builtins__": builtins, "__cached__": None, "__annotations__": {}}
+    module.__dict__.update(known, __file__=path, __loader__=loader, **more)
     return module
 
 

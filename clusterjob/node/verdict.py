@@ -19,12 +19,14 @@ TIMEOUT_EXIT_CODE = 124  # as timeout(1)
 PREEMPTED_EXIT_CODE = 75  # EX_TEMPFAIL of sysexits.h; for a preempted worker and its job
 
 
-class _Word(str, Enum):
+class Word(str, Enum):
+    """A word of a fixed list; str() gives its value, as of StrEnum in Python 3.11."""
+
     def __str__(self) -> str:
         return str(self.value)
 
 
-class JobState(_Word):
+class JobState(Word):
     """The state of a job. A job without a recorded end is LOST or UNKNOWN, never SUCCEEDED."""
 
     PENDING = "PENDING"
@@ -48,10 +50,10 @@ _EFFECT = "failed as a consequence"
 _SAME_ERROR = "failed with the same error"
 _OTHER_REASON = "failed for another reason"
 _SHORT = 200  # characters of a short message, such as that of a later failure
-_MAX_REASONS = 5  # maximum lines about failures that are not effects
+_MAX_GROUPS = 6  # maximum lines about later failures
 
 
-class FailureKind(_Word):
+class FailureKind(Word):
     """The kind of a failure."""
 
     CODE = "code"  # an exception of the script
@@ -132,17 +134,6 @@ class Failure:
             kind=kind,
         )
 
-    @classmethod
-    def from_json(cls, data: Any) -> Failure:
-        """Return the failure that `to_json` wrote; ignore unknown keys, cut long texts.
-
-        Raises:
-            ValueError: a key is missing or has a wrong value.
-        """
-        if isinstance(data, dict) and data.get("kind") not in list(FailureKind):
-            data = {**data, "kind": FailureKind.CODE}  # a newer version has added a kind
-        return codec.read(cls, data)
-
     @property
     def who(self) -> str:
         """The worker, as ``rank 3 (node 1, local rank 1, host gpu7)``, or the node."""
@@ -184,15 +175,6 @@ class RoundEnd:
     message: _Short = ""
     where: _Short = ""
     MAX_MESSAGE: ClassVar[int] = _SHORT
-
-    @classmethod
-    def from_json(cls, data: Any) -> RoundEnd:
-        """Return the entry that `vars` wrote.
-
-        Raises:
-            ValueError: a key is missing or has a wrong value.
-        """
-        return codec.read(cls, data)
 
 
 def bounded(rounds: Sequence[RoundEnd]) -> tuple[RoundEnd, ...]:
@@ -260,13 +242,19 @@ class Verdict:
         return {"schema": SCHEMA, **codec.plain(self)}
 
     def later_failures(self) -> list[tuple[str, list[Failure]]]:
-        """Return the failures after the root cause in groups, each with how it failed."""
+        """Return the failures after the root cause in groups, each after a line about it."""
         same = self.failure.message[:_SHORT] if self.failure is not None else None
-        groups: dict[str, list[Failure]] = {_EFFECT: [], _SAME_ERROR: [], _OTHER_REASON: []}
+        groups: dict[tuple[str, str], list[Failure]] = {(_EFFECT, ""): [], (_SAME_ERROR, ""): []}
         for item in self.consequences:
             own = _SAME_ERROR if item.message[:_SHORT] == same else _OTHER_REASON
-            groups[_EFFECT if item.effect else own].append(item)
-        return [(how, failures) for how, failures in groups.items() if failures]
+            how = _EFFECT if item.effect else own
+            reason = f": {item.message}" if how == _OTHER_REASON else ""
+            groups.setdefault((how, reason), []).append(item)
+        return [
+            (f"{_count_text(failures)} {how}: {_names_text(failures)}{reason}", failures)
+            for (how, reason), failures in groups.items()
+            if failures
+        ]
 
     def text(self) -> str:
         """Return the verdict as text: the root cause, the end of its stderr, the other failures."""
@@ -280,17 +268,10 @@ class Verdict:
         if self.failure and self.failure.last_lines:
             title, shown = self.failure.output()
             lines += [f"  {title}", *(f"  | {line}" for line in shown)]
-        for how, failures in self.later_failures():
-            reasons: dict[str, list[Failure]] = {}
-            for item in failures:
-                reason = f": {item.message}" if how == _OTHER_REASON else ""
-                reasons.setdefault(reason, []).append(item)
-            lines += [
-                f"  {count_text(items)} {how}: {names_text(items)}{reason}"
-                for reason, items in list(reasons.items())[:_MAX_REASONS]
-            ]
-            if len(reasons) > _MAX_REASONS:
-                lines.append(f"  and {len(reasons) - _MAX_REASONS} more reasons")
+        later = self.later_failures()
+        lines += [f"  {line}" for line, _ in later[:_MAX_GROUPS]]
+        if len(later) > _MAX_GROUPS:
+            lines.append(f"  and {len(later) - _MAX_GROUPS} more reasons")
         if self.evidence:
             ranks = f"{self.evidence_ranks} rank{'' if self.evidence_ranks == 1 else 's'}"
             lines.append(f"  stacks of {ranks}: {self.evidence}")
@@ -299,14 +280,14 @@ class Verdict:
         return "\n".join(sanitize(line) for line in lines)
 
 
-def count_text(failures: Sequence[Failure]) -> str:
+def _count_text(failures: Sequence[Failure]) -> str:
     """Return the number of failures, as ``7 ranks`` or ``7 ranks and 1 node``."""
     ranks = sum(item.rank is not None for item in failures)
     counts = [(ranks, "rank"), (len(failures) - ranks, "node")]
     return " and ".join(f"{n} {name}{'' if n == 1 else 's'}" for n, name in counts if n)
 
 
-def names_text(failures: Iterable[Failure]) -> str:
+def _names_text(failures: Iterable[Failure]) -> str:
     """Return the ranks as ranges, then the nodes: ``0-2, 4-7, node 3``."""
     numbers = sorted({item.rank for item in failures if item.rank is not None})
     nodes = [f"node {item.node_rank}" for item in failures if item.rank is None]

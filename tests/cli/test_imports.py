@@ -31,7 +31,7 @@ HELP_MODULES = {
     "clusterjob.core.units",
     "clusterjob.errors",
     "clusterjob.node",
-    "clusterjob.node.notifications",
+    "clusterjob.node.contract",
     "clusterjob.node.program",
 }
 REPORT = "import json, os, sys; os.write(3, json.dumps(sorted(sys.modules)).encode())"

@@ -22,7 +22,7 @@ from procs import (
 )
 
 MakeJob = Callable[..., Job]
-QUICK_LEASE = ("--heartbeat", "0.2", "--lease", "2")
+QUICK_LEASE = ("--lease", "2")
 RESTARTS = ("--max-restarts", "3")
 
 # Each rank of a round creates a file, and ends when a file ``go`` names the round.

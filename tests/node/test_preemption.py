@@ -200,7 +200,7 @@ def test_preemptible_job_is_cancelled_at_once_without_warning(
 def test_warning_before_agents_listen_preempts_job(make_job: MakeJob) -> None:
     job = make_job(2)
     (job.dir / "ends").mkdir()
-    ends.warn(job.dir, 0)
+    ends.warning_file(job.dir, 0).touch()
     job.start_all(*WARNING, write_scripts(job, IGNORES_WARNING))
     assert job.wait() == [75, 75]
     check_preempted(
@@ -400,8 +400,8 @@ def test_worker_without_agent_reads_warning_file_of_its_attempt(tmp_path: Path) 
         tmp_path, USES_CALLBACKS, {"CLUSTERJOB_JOB_DIR": str(tmp_path), "CLUSTERJOB_ATTEMPT": "3"}
     )
     wait_until((tmp_path / "up0").exists, TEST_TIMEOUT)
-    ends.warn(tmp_path, 2)
-    ends.warn(tmp_path, 3)
+    for attempt in (2, 3):
+        ends.warning_file(tmp_path, attempt).touch()
     assert result_of(process) == (75, "first\nsecond\n")
 
 

@@ -21,7 +21,7 @@ from clusterjob.node.rendezvous import protocol
 from clusterjob.node.rendezvous.membership import Stalls
 
 MakeJob = Callable[..., Job]
-QUICK_LEASE = ("--heartbeat", "0.2", "--lease", "2")
+QUICK_LEASE = ("--lease", "2")
 FREEZE_SECONDS = 5.0  # seconds; more than twice the lease
 
 # Rank 0 reads from rank 1 and fails when rank 1 is gone, like a collective. It needs no torch.
@@ -145,7 +145,7 @@ def test_lost_peer_is_not_root_cause_while_agent_of_node_is_silent(make_job: Mak
     Rank 0 fails long before the agent can report the cause.
     """
     job = make_job(2)
-    job.start_all("--heartbeat", "0.2", "--lease", "4", talk_script(job))
+    job.start_all("--lease", "4", talk_script(job))
     job.wait_for("up0", "up1")
     os.kill(job.agents[1].pid, signal.SIGSTOP)
     kill_worker(job, 1)
@@ -160,7 +160,7 @@ def test_lost_peer_is_not_root_cause_while_agent_of_node_is_silent(make_job: Mak
 def test_verdict_waits_for_frozen_forkserver(make_job: MakeJob) -> None:
     """The agent answers, but the forkserver, which reaps the workers, does not."""
     job = make_job(2)
-    job.start_all("--heartbeat", "0.2", "--lease", "6", talk_script(job))
+    job.start_all("--lease", "6", talk_script(job))
     job.wait_for("up0", "up1")
     forkserver = job.forkserver_of(job.agents[1])
     os.kill(forkserver, signal.SIGSTOP)

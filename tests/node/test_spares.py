@@ -12,7 +12,7 @@ from procs import TEST_TIMEOUT, Job, alive, below, kill_all
 from clusterjob.node.logs.events import read_events
 
 MakeJob = Callable[..., Job]
-LEASE = ("--heartbeat", "0.2", "--lease", "3")
+LEASE = ("--lease", "3")
 # Each worker writes its variables into `<restart>.<rank>`, and ends when `enough` exists.
 PLACES = """
     import json, os, pathlib, time

@@ -45,7 +45,7 @@ def start(job: Job, hosts: list[Machine], *options: str) -> None:
     for node, host in enumerate(hosts):
         job.start(
             node,
-            *(*options, "--max-restarts", "3", "--heartbeat", "0.5", "--lease", "3", script),
+            *(*options, "--max-restarts", "3", "--lease", "3", script),
             python=tuple(host.command(*PLAIN)),
             env={
                 "CLUSTERJOB_MASTER_ADDR": hosts[0].address,

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 from launching import run
+from written_job import lines_of
 
 from clusterjob.backends import shared
 from clusterjob.backends.batch_command import upload
@@ -202,7 +203,8 @@ print(json.dumps({
 
 def printed(job_dir: Path, out: str) -> dict[str, object]:
     LogStream(job_dir, 0).take(out.split("\n")[:-1])
-    (line,) = [line.text for line in LogReader(job_dir).finish() if line.text.startswith("{")]
+    lines = lines_of(LogReader(job_dir), end=True)
+    (line,) = [line.text for line in lines if line.text.startswith("{")]
     found: dict[str, object] = json.loads(line)
     return found
 

@@ -15,6 +15,7 @@ import pytest
 from fuzzing import JSON, changed, emptied, fuzz
 from hypothesis import strategies as st
 from procs import TEST_TIMEOUT
+from written_job import lines_of
 
 from clusterjob.backends import job_progress
 from clusterjob.backends.batch_command.log_stream import LogStream
@@ -241,7 +242,7 @@ def test_timeline_of_any_content_loses_no_log_line(
     (folder / "timeline").write_bytes(b"\n".join(notes))
     (folder / "rank0.out").write_bytes(data)
     reader = LogReader(tmp_path)
-    lines = reader.read() + reader.finish()
+    lines = lines_of(reader) + lines_of(reader, end=True)
     assert len(lines) == data.count(b"\n") + (data != b"" and not data.endswith(b"\n"))
 
 
@@ -275,7 +276,7 @@ def test_platform_logs_of_any_content_are_accepted(tmp_path: Path, lines: list[s
     assert stream.next_number >= 1
     assert stream.verdict is None or stream.verdict.text()
     ends.refusals(job_dir)
-    LogReader(job_dir).read()
+    lines_of(LogReader(job_dir))
 
 
 def test_platform_logs_that_name_a_billion_ranks_create_few_files(tmp_path: Path) -> None:

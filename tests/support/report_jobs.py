@@ -279,10 +279,10 @@ class WrittenJob:
             events.append({"monotonic": base + at, "event": "restart", "why": why})
         if self.failed is not None:
             slow = Straggler(
-                self.failed, self.failed // self.per_node, HOSTILE, waited=0.27, step=0.5
+                self.failed, self.failed // self.per_node, HOSTILE, waited_s=0.27, step_s=0.5
             )
             at = base + self.seconds - 20
-            events.append({"monotonic": at, "event": "straggling", **slow.to_event()})
+            events.append({"monotonic": at, "event": "straggling", **vars(slow)})
         if self.ended:
             at = base + self.seconds - 8
             state = "SUCCEEDED" if self.failed is None else "FAILED"

@@ -11,7 +11,7 @@ from typing import Any
 from clusterjob.core.records import Handle, ProcessIdentity, Record, Records, home, secure_home
 from clusterjob.node.logs.events import EventLog, Phase, PhaseBegin, PhaseLog
 from clusterjob.node.logs.job_dir import EVENTS
-from clusterjob.node.logs.log_files import Timeline, node_directory
+from clusterjob.node.logs.log_files import LogLine, LogReader, Timeline, node_directory
 from clusterjob.node.metrics.samples import (
     Gpu,
     GpuSample,
@@ -22,6 +22,10 @@ from clusterjob.node.metrics.samples import (
 )
 
 GIB = 1 << 30
+
+
+def lines_of(reader: LogReader, *, end: bool = False) -> list[LogLine]:
+    return [line for lines in reader.batches(end=end) for line in lines]
 
 
 class WrittenJob:

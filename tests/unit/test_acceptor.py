@@ -4,18 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import socket
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from clusterjob.node.logs.events import EventLog, read_events
-from clusterjob.node.options import parse
+from clusterjob.node.options import LaunchOptions, parse
 from clusterjob.node.rendezvous.identity import JobIdentity
 from clusterjob.node.rendezvous.membership import Membership, Stalls
 from clusterjob.node.rendezvous.messages import ConnectionLost, Hello
 
-OPTIONS = replace(parse(["x.py"]), heartbeat=0.01)
+OPTIONS = parse(["x.py"])
 JOB = JobIdentity("job", 0, b"token", [], has_torch=False)
 
 
@@ -48,7 +47,10 @@ def test_waiting_agents_are_accepted_at_once_and_oldest_silent_ones_dropped_beyo
     assert len(found) <= 21, "a port scan must not fill the disk"
 
 
-def test_stall_that_a_decision_notices_first_makes_no_agent_silent(tmp_path: Path) -> None:
+def test_stall_that_a_decision_notices_first_makes_no_agent_silent(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(LaunchOptions, "heartbeat", 0.01)
     moment = 100.0
 
     async def lost(stall: float) -> bool:

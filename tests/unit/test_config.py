@@ -125,7 +125,7 @@ def test_every_scalar_setting_is_read_from_environment_variable(project: Path) -
         "CLUSTERJOB_TIME": "90s", "CLUSTERJOB_NAME": "n", "CLUSTERJOB_WORKDIR": "~/x",
         "CLUSTERJOB_PYTHON": "py", "CLUSTERJOB_START": "exec", "CLUSTERJOB_LAUNCHER": "torchrun",
         "CLUSTERJOB_REQUIRE_GPUS": "yes", "CLUSTERJOB_TEMPLATE": "t.j2",
-        "CLUSTERJOB_JOIN_TIMEOUT": "9", "CLUSTERJOB_HEARTBEAT": "0.5", "CLUSTERJOB_LEASE": "5",
+        "CLUSTERJOB_JOIN_TIMEOUT": "9", "CLUSTERJOB_LEASE": "5",
         "CLUSTERJOB_GRACE": "1.5",
     }  # fmt: skip
     assert settings(project, environ=environ).values == {
@@ -141,7 +141,6 @@ def test_every_scalar_setting_is_read_from_environment_variable(project: Path) -
         "require_gpus": True,
         "template": project / "t.j2",
         "join_timeout": 9.0,
-        "heartbeat": 0.5,
         "lease": 5.0,
         "grace": 1.5,
     }

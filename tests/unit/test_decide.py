@@ -558,7 +558,7 @@ def test_all_nodes_are_asked_before_an_effect_is_the_verdict() -> None:
 
 
 def test_silent_node_delays_the_verdict_on_an_effect_for_its_lease() -> None:
-    cluster = running(2, lease=10.0, heartbeat=2.0)
+    cluster = running(2, lease=10.0)
     cluster.fail(0, failure(0, effect=True))
     cluster.say(0, reported=True)
     assert cluster.wait(14.0) is Stage.RUN

@@ -131,17 +131,6 @@ def test_verdict_of_older_start_is_put_aside(job_dir: Path) -> None:
     assert '"PREEMPTED"' in (job_dir / "ends" / "result.attempt1.json").read_text()
 
 
-def test_preemption_warning_is_valid_for_one_start(job_dir: Path) -> None:
-    ends.warn(job_dir, 1)
-    ends.warn(job_dir, 1)
-    assert [ends.warned(job_dir, attempt) for attempt in (0, 1, 2, 11)] == [
-        False,
-        True,
-        False,
-        False,
-    ]
-
-
 def test_end_of_hundreds_of_ranks_fits_into_its_reserve_without_their_usage(job_dir: Path) -> None:
     ranks = {str(rank): [1000.0, 1 << 34, 1 << 34, 1 << 34] for rank in range(64)}
     ends.write(job_dir, 0, end={"usage": {"wall": 1.0, "ranks": ranks, "ran": {}}})
@@ -154,9 +143,12 @@ def test_end_of_hundreds_of_ranks_fits_into_its_reserve_without_their_usage(job_
 
 def test_newest_job_that_continues_is_read(job_dir: Path) -> None:
     assert ends.next_job(job_dir) is None
-    for attempt, text in ((2, "17\n"), (10, "4294901760\n"), (11, "--all\n"), (12, "x" * 100)):
+    for attempt, text in ((2, "17\n"), (10, "4294901760\n")):
         (ends.directory(job_dir) / f"next.{attempt}").write_text(text)
     (ends.directory(job_dir) / "next.10.part").write_text("5\n")
     found = ends.next_job(job_dir)
     assert found is not None
     assert found[0] == "4294901760"
+    for text in ("--all\n", "x" * 100):  # not the script's
+        (ends.directory(job_dir) / "next.11").write_text(text)
+        assert ends.next_job(job_dir) is None

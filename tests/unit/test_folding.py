@@ -7,7 +7,7 @@ import itertools
 from hypothesis import given
 from hypothesis import strategies as st
 
-from clusterjob.node.logs.log_files import Folded, LogLine, fold
+from clusterjob.node.logs.log_files import Labelled, LogLine, fold
 
 
 def log_line(seconds: float, rank: int, text: str) -> LogLine:
@@ -15,10 +15,10 @@ def log_line(seconds: float, rank: int, text: str) -> LogLine:
 
 
 def folded(lines: list[LogLine]) -> list[tuple[str, str]]:
-    return [(line.label, line.text) for line in fold_all(lines)]
+    return [(label, line.text) for label, line in fold_all(lines)]
 
 
-def fold_all(lines: list[LogLine]) -> list[Folded]:
+def fold_all(lines: list[LogLine]) -> list[Labelled]:
     return [*itertools.chain.from_iterable(fold([lines]))]
 
 
@@ -68,9 +68,9 @@ def test_equal_lines_of_ranks_and_nodes_are_folded_in_each_stream() -> None:
     other = [LogLine(0, 3, stream="err", text="x"), LogLine(0, 3, stream="out", text="other")]
     launchers = [LogLine(node, None, stream="out", text="x") for node in (1, 0)]
     assert fold_all([*ranks, *other, *launchers]) == [
-        Folded("node0,node1,0-2,5", "out", text="x"),
-        Folded("3", "err", text="x"),
-        Folded("3", "out", text="other"),
+        ("node0,node1,0-2,5", ranks[0]),
+        ("3", other[0]),
+        ("3", other[1]),
     ]
 
 
@@ -117,9 +117,9 @@ def test_folding_keeps_all_lines_of_each_rank_in_order(lines: list[LogLine], in_
         writer = f"node{line.node_rank}" if line.rank is None else line.rank
         written.setdefault((writer, line.stream), []).append(line.text)
     shown: dict[tuple[object, str], list[str]] = {}
-    for one in fold_all(lines):
-        for writer in writers(one.label):
-            shown.setdefault((writer, one.stream), []).append(one.text)
+    for label, line in fold_all(lines):
+        for one in writers(label):
+            shown.setdefault((one, line.stream), []).append(line.text)
     assert shown == written
 
 
@@ -130,4 +130,4 @@ def test_folding_keeps_all_lines_of_each_rank_in_order(lines: list[LogLine], in_
 def test_equal_output_of_all_ranks_is_shown_once(output: list[str], ranks: int) -> None:
     lines = [LogLine(0, rank, stream="out", text=text) for rank in range(ranks) for text in output]
     label = "0" if ranks == 1 else f"0-{ranks - 1}"
-    assert fold_all(lines) == [Folded(label, "out", text=text) for text in output]
+    assert folded(lines) == [(label, text) for text in output]

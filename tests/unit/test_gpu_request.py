@@ -254,7 +254,7 @@ def test_word_with_a_number_of_gpus_is_that_number(tmp_path: Path, word: str) ->
 def test_hosts_count_their_workers_themselves(tmp_path: Path, flags: dict[str, str]) -> None:
     plan = base.load("ssh").plan(spec_of(tmp_path, "ssh", hosts="a,b", **flags))
     script = next(file for file in plan.files if file.path.name == "ssh-node.sh")
-    assert b"--nproc-per-node gpu" in script.data
+    assert b"--nproc-per-node=gpu" in script.data
     assert plan.spec.nproc_is_default, "the world size is not known before the start"
 
 

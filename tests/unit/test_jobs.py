@@ -120,7 +120,6 @@ def test_settings_are_converted_to_spec(work: Path) -> None:
         template=Path("t.j2"),
         set={"x": "y"},
         join_timeout=8.0,
-        heartbeat=0.5,
         lease=9.0,
         grace=10.0,
     )
@@ -140,7 +139,6 @@ def test_settings_are_converted_to_spec(work: Path) -> None:
         template=work / "t.j2",
         options={"x": "y"},
         join_timeout=8.0,
-        heartbeat=0.5,
         lease=9.0,
         grace=10.0,
     )

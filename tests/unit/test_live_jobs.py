@@ -19,7 +19,7 @@ from clusterjob.backends import base
 from clusterjob.backends.base import Status
 from clusterjob.core.records import Handle, Record, Records
 from clusterjob.errors import ClusterJobError
-from clusterjob.insight import live_node, live_output
+from clusterjob.insight import live_node
 from clusterjob.insight.live_jobs import JobPoller, Snapshot
 from clusterjob.insight.live_node import NodeReader
 from clusterjob.node.logs import log_files
@@ -68,7 +68,7 @@ def test_reader_reads_only_what_was_added(monkeypatch: pytest.MonkeyPatch) -> No
         opened.append(path.name)
         return real(path, buffering=buffering)
 
-    for module in (live_node, live_output, log_files):
+    for module in (live_node, log_files):
         monkeypatch.setattr(module, "open_regular", counting)
     reader.read(ended=False)
     assert opened == ["timeline"]

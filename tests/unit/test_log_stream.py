@@ -20,11 +20,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from launching import finish, start
+from written_job import lines_of
 
 from clusterjob.backends.batch_command.log_stream import LogStream
 from clusterjob.errors import ClusterJobError
 from clusterjob.node.logs import console, ends
-from clusterjob.node.logs.log_files import Folded, LogLine, LogReader
+from clusterjob.node.logs.log_files import Labelled, LogLine, LogReader
 from clusterjob.node.system import files
 from clusterjob.node.system.ranges import ranges
 from clusterjob.node.verdict import Failure, JobState, RoundEnd, Verdict
@@ -77,6 +78,10 @@ TEXT = st.one_of(
 )
 
 
+def labelled(label: str, stream: str, text: str) -> Labelled:
+    return label, LogLine(0, None, stream=stream, text=text)
+
+
 class Printed:
     """Lines that a node prints, with the expected files and verdict."""
 
@@ -95,7 +100,7 @@ class Printed:
     def output(self, batch: Sequence[tuple[list[int], str, str]]) -> None:
         self._seconds += 0.1
         folded = [
-            Folded(",".join(ranges(ranks_of_line)) or "node0", stream, text=text)
+            labelled(",".join(ranges(ranks_of_line)) or "node0", stream, text)
             for ranks_of_line, stream, text in batch
         ]
         self._print(self._writer.output(folded, self._seconds))
@@ -228,7 +233,7 @@ def test_gaps_and_reordered_lines_lose_and_double_nothing(data: st.DataObject, i
 def test_reader_returns_lines_of_each_rank_as_written(it: Printed) -> None:
     with tempfile.TemporaryDirectory() as folder:
         LogStream(Path(folder), 0).take(it.lines)
-        lines = LogReader(Path(folder)).finish()
+        lines = lines_of(LogReader(Path(folder)), end=True)
         for name, text in it.files.items():
             if name != "agent.log":
                 rank = None if name.startswith("torchrun") else int(name[4:].partition(".")[0])
@@ -238,15 +243,15 @@ def test_reader_returns_lines_of_each_rank_as_written(it: Printed) -> None:
 
 def test_lines_of_several_nodes_are_read_in_time_order(tmp_path: Path) -> None:
     one, other = console.LineWriter(), console.LineWriter()
-    first = one.output(
-        [Folded("0", "out", text="a"), Folded("0", "out", text="b")], 10.0
-    ) + one.output([Folded("0", "out", text="e")], 12.0)
+    first = one.output([labelled("0", "out", "a"), labelled("0", "out", "b")], 10.0) + one.output(
+        [labelled("0", "out", "e")], 12.0
+    )
     second = other.output(
-        [Folded("1", "out", text="c"), Folded("1", "err", text="d")], 11.0
-    ) + other.output([Folded("1", "out", text="f")], 13.0)
+        [labelled("1", "out", "c"), labelled("1", "err", "d")], 11.0
+    ) + other.output([labelled("1", "out", "f")], 13.0)
     LogStream(tmp_path, 1).take(second.splitlines())
     LogStream(tmp_path, 0).take(first.splitlines())
-    assert [line.text for line in LogReader(tmp_path).read()] == ["a", "b", "d", "c", "e", "f"]
+    assert [line.text for line in lines_of(LogReader(tmp_path))] == ["a", "b", "d", "c", "e", "f"]
 
 
 def test_following_reader_returns_each_line_once(tmp_path: Path) -> None:
@@ -254,7 +259,7 @@ def test_following_reader_returns_each_line_once(tmp_path: Path) -> None:
     for number in range(20):
         it.output([([number % 3], "out", f"line {number}"), ([0, 1, 2], "err", "all")])
         LogStream(tmp_path, 0).take(it.lines[-5:])
-        seen += reader.read()
+        seen += lines_of(reader)
     assert [line.text for line in seen if line.stream == "out"] == [
         f"line {number}" for number in range(20)
     ]
@@ -395,7 +400,7 @@ def test_attempts_have_separate_files(tmp_path: Path) -> None:
         "rank0.out": "of 0\n",
         "rank0.attempt1.out": "of 1\n",
     }
-    assert [line.text for line in LogReader(tmp_path, attempt=1).finish()] == ["of 1"]
+    assert [line.text for line in lines_of(LogReader(tmp_path, attempt=1), end=True)] == ["of 1"]
 
 
 def test_refusal_of_node_is_recorded_for_each_attempt(tmp_path: Path) -> None:
@@ -448,7 +453,7 @@ def test_lines_written_before_failed_save_are_not_written_twice(
     assert log_contents(tmp_path) == left
     LogStream(tmp_path, 0).take(it.lines)
     assert log_contents(tmp_path) == it.files | {"agent.log": "setup\nof the image\n"}
-    assert sorted(line.text for line in LogReader(tmp_path).finish()) == ["a", "a", "b"]
+    assert sorted(line.text for line in lines_of(LogReader(tmp_path), end=True)) == ["a", "a", "b"]
 
 
 TAKE_SCRIPT = """

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from written_job import lines_of
 
 from clusterjob.node.logs import log_files
 from clusterjob.node.logs.log_files import LogLine, LogReader, Timeline, last_lines
@@ -66,14 +67,14 @@ def test_logs_without_timeline_are_read_while_workers_write(tmp_path: Path) -> N
     reader = LogReader(tmp_path)
     node.write("rank1.out", "one\ntw", note=False)
     node.write("rank0.err", "zero\n", note=False)
-    assert reader.read() == [
+    assert lines_of(reader) == [
         LogLine(0, 0, stream="err", text="zero"),
         LogLine(0, 1, stream="out", text="one"),
     ]
-    assert reader.read() == []
+    assert lines_of(reader) == []
     node.write("rank1.out", "o\nthree", note=False)
-    assert texts(reader.read()) == ["two"]
-    assert texts(reader.finish()) == ["three"]
+    assert texts(lines_of(reader)) == ["two"]
+    assert texts(lines_of(reader, end=True)) == ["three"]
 
 
 # -- time order ------------------------------------------------------------------------------------
@@ -88,7 +89,7 @@ def test_lines_of_all_nodes_are_read_in_time_order(tmp_path: Path) -> None:
     nodes[0].write("rank0.out", "four\nfive\n")
     nodes[1].write("rank1.out", "six\n")
     reader = LogReader(tmp_path)
-    assert reader.read() == [
+    assert lines_of(reader) == [
         LogLine(0, 0, stream="out", text="one"),
         LogLine(1, 1, stream="err", text="two"),
         LogLine(0, 0, stream="err", text="three"),
@@ -96,8 +97,8 @@ def test_lines_of_all_nodes_are_read_in_time_order(tmp_path: Path) -> None:
         LogLine(0, 0, stream="out", text="five"),
         LogLine(1, 1, stream="out", text="six"),
     ]
-    assert reader.read() == []
-    assert reader.finish() == []
+    assert lines_of(reader) == []
+    assert lines_of(reader, end=True) == []
 
 
 STARTS = (
@@ -119,10 +120,10 @@ def test_attempts_are_read_in_order(tmp_path: Path, noted: bool) -> None:
         node.write(name, f"{name}\n", note=False)
     if noted:
         node.timeline.note()
-        assert texts(LogReader(tmp_path).read()) == list(STARTS)
-    assert texts(LogReader(tmp_path).finish()) == list(STARTS)
-    assert texts(LogReader(tmp_path, attempt=2).finish()) == list(STARTS[3:5])
-    assert texts(LogReader(tmp_path, attempt=0, rank=0).finish()) == list(STARTS[:3])
+        assert texts(lines_of(LogReader(tmp_path))) == list(STARTS)
+    assert texts(lines_of(LogReader(tmp_path), end=True)) == list(STARTS)
+    assert texts(lines_of(LogReader(tmp_path, attempt=2), end=True)) == list(STARTS[3:5])
+    assert texts(lines_of(LogReader(tmp_path, attempt=0, rank=0), end=True)) == list(STARTS[:3])
 
 
 @pytest.mark.usefixtures("clock")
@@ -130,7 +131,7 @@ def test_lines_of_torchrun_have_no_rank(tmp_path: Path) -> None:
     node = Node(tmp_path, 1)
     node.write("torchrun.err", "W1105 torchrun says\n")
     node.write("torchrun.restart1.out", "again\n")
-    assert LogReader(tmp_path).read() == [
+    assert lines_of(LogReader(tmp_path)) == [
         LogLine(1, None, stream="err", text="W1105 torchrun says"),
         LogLine(1, None, stream="out", text="again"),
     ]
@@ -143,10 +144,14 @@ def test_reader_returns_lines_of_requested_rank_or_node(tmp_path: Path) -> None:
         for rank in (2 * node_rank, 2 * node_rank + 1):
             node.write(f"rank{rank}.out", f"of {rank}\n")
         node.write("rank10.out" if node_rank else "rank11.out", "ten or eleven\n")
-    assert texts(LogReader(tmp_path, rank=1).finish()) == ["of 1"]
-    assert texts(LogReader(tmp_path, rank=3).read()) == ["of 3"]
-    assert texts(LogReader(tmp_path, node=1).finish()) == ["of 2", "of 3", "ten or eleven"]
-    assert texts(LogReader(tmp_path, rank=1, node=1).finish()) == []
+    assert texts(lines_of(LogReader(tmp_path, rank=1), end=True)) == ["of 1"]
+    assert texts(lines_of(LogReader(tmp_path, rank=3))) == ["of 3"]
+    assert texts(lines_of(LogReader(tmp_path, node=1), end=True)) == [
+        "of 2",
+        "of 3",
+        "ten or eleven",
+    ]
+    assert texts(lines_of(LogReader(tmp_path, rank=1, node=1), end=True)) == []
 
 
 @pytest.mark.usefixtures("clock")
@@ -166,7 +171,7 @@ def test_files_with_other_names_are_not_read(tmp_path: Path) -> None:
     (tmp_path / "logs" / "nodex").mkdir()
     (tmp_path / "logs" / "node7").touch()
     node.write("rank0.out", "a log\n")
-    assert texts(LogReader(tmp_path, node=0).finish()) == ["a log"]
+    assert texts(lines_of(LogReader(tmp_path, node=0), end=True)) == ["a log"]
 
 
 @pytest.mark.usefixtures("clock")
@@ -183,9 +188,9 @@ def test_lines_are_read_as_a_terminal_shows_them(
 ) -> None:
     node, reader = Node(tmp_path, 0), LogReader(tmp_path)
     node.write("rank0.out", data[:2])
-    found = reader.read()
+    found = lines_of(reader)
     node.write("rank0.out", data[2:])
-    assert texts(found + reader.finish()) == wanted
+    assert texts(found + lines_of(reader, end=True)) == wanted
 
 
 @pytest.mark.usefixtures("clock")
@@ -210,7 +215,7 @@ def test_broken_timeline_loses_no_lines(tmp_path: Path, junk: bytes) -> None:
     node.write("rank0.out", "two\n")
     node.write("rank0.out", "three\n")
     reader = LogReader(tmp_path)
-    assert texts(reader.read() + reader.finish()) == ["one", "two", "three"]
+    assert texts(lines_of(reader) + lines_of(reader, end=True)) == ["one", "two", "three"]
 
 
 @pytest.mark.usefixtures("clock")
@@ -224,7 +229,7 @@ def test_timeline_entry_outside_node_directory_is_ignored(tmp_path: Path) -> Non
         "1700000000.000 rank6.out 10\n",
         note=False,
     )
-    assert LogReader(tmp_path).finish() == []
+    assert lines_of(LogReader(tmp_path), end=True) == []
 
 
 def test_clock_set_back_loses_no_lines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -233,7 +238,7 @@ def test_clock_set_back_loses_no_lines(tmp_path: Path, monkeypatch: pytest.Monke
     node = Node(tmp_path, 0)
     for number in range(4):
         node.write("rank0.out", f"{number}\n")
-    assert texts(LogReader(tmp_path).finish()) == ["0", "1", "2", "3"]
+    assert texts(lines_of(LogReader(tmp_path), end=True)) == ["0", "1", "2", "3"]
 
 
 def test_timeline_notes_only_growth_of_log_files(tmp_path: Path) -> None:
@@ -279,8 +284,8 @@ def test_reader_returns_exactly_lines_that_were_written(
         nodes[node_rank].write(f"rank{rank}.{stream}", text, note=note)
         written[node_rank, rank, stream] = written.get((node_rank, rank, stream), "") + text
         if read:
-            seen += reader.read()
-    seen += reader.finish()
+            seen += lines_of(reader)
+    seen += lines_of(reader, end=True)
     for (node_rank, rank, stream), text in written.items():
         mine = [
             line.text
@@ -296,7 +301,7 @@ def test_directory_removed_between_two_polls_raises_no_error(
 ) -> None:
     reader = LogReader(tmp_path)
     monkeypatch.setattr(reader, "_nodes", lambda: [0])
-    assert reader.read() == reader.finish() == []
+    assert lines_of(reader) == lines_of(reader, end=True) == []
 
 
 # -- last lines ------------------------------------------------------------------------------------

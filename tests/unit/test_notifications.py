@@ -25,9 +25,8 @@ from clusterjob.core.notifications import NotifyPlace
 from clusterjob.core.options import read_setting
 from clusterjob.core.spec import JobSpec
 from clusterjob.errors import ClusterJobError, ConfigError, SpecError
-from clusterjob.node.notifications import sender
-from clusterjob.node.notifications.notifier import Notifier
-from clusterjob.node.notifications.sender import Event, event_of, events_of_array, wanted
+from clusterjob.node import notifications as sender
+from clusterjob.node.notifications import Event, Notifier, event_of, events_of_array, wanted
 from clusterjob.node.program import Program
 from clusterjob.node.system.sanitize import sanitize
 from clusterjob.node.verdict import Failure, JobState, Verdict
@@ -126,7 +125,7 @@ def test_place_that_hangs_delays_script_that_cannot_start_its_agent_by_a_timeout
     settings = {"on": ["failure"], "name": "a", "cluster": "lab", "elements": 0}
     settings["commands"] = [f"cat > {tmp_path / 'facts'}"]
     code = (
-        "from clusterjob.node.notifications import sender; sender._REFUSED_TIMEOUT = 1\n"
+        "from clusterjob.node import notifications as sender; sender._REFUSED_TIMEOUT = 1\n"
         "sender.refused('7', 'a setup line failed')"
     )
     with silent() as url:
@@ -157,7 +156,7 @@ def test_missing_apprise_is_said_once(
 def send(directory: Path, *urls: str, commands: Sequence[str] = ()) -> list[str]:
     """Send the failure of a job without pauses between the attempts; return what is printed."""
     code = (
-        "from clusterjob.node.notifications import sender\n"
+        "from clusterjob.node import notifications as sender\n"
         "sender._PAUSES, sender._COMMAND_TIMEOUT = (0.0,) * 4, 1.0\nsender.main()"
     )
     event = event_of("failure", JOB, "FAILED", "rank 0: boom", exit_code=3, rank=0, final=True)

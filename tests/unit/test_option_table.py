@@ -111,7 +111,6 @@ def test_every_launch_option_is_parsed_from_its_own_arguments(tmp_path: Path) ->
         launcher="torchrun",
         time_limit=1209601.0,  # not rounded to 1.2096e+06
         join_timeout=7.0,
-        heartbeat=1.5,
         lease=9.0,
         grace=4.0,
         warning=30.0,
@@ -190,7 +189,7 @@ VALUES: dict[str, object] = {
     "array": "0-3", "sweep": ["lr=1,2"], "after": ["12"], "requeue": True, "signal_before": "90s",
     "warn_signal": "SIGUSR1", "until_done": True, "checkpoint_dir": "/tmp", "notify_cmd": ["date"],
     "notify_on": "start", "preflight": "warn", "hang_timeout": "10m", "metrics": False,
-    "metrics_port": "9100", "join_timeout": "10", "heartbeat": "1", "lease": "20", "grace": "5",
+    "metrics_port": "9100", "join_timeout": "10", "lease": "20", "grace": "5",
 }  # fmt: skip
 # Options whose effect is not in a plan, but in the record, the secrets, the code or the connection.
 AT_SUBMISSION = {"name", "secret", "notify", "include_secrets"}

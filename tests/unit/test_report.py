@@ -77,7 +77,7 @@ def test_report_shows_verdict_first_and_all_sections(tmp_path: Path) -> None:
         "3 ranks failed as a consequence: 0, 2-3",
         "GPU-hours",
         "rank 1 failed ✕",
-        "the others wait 0.27 s of each 0.50 s step for it",
+        "the others wait 0.27 s of each 0.5 s step for it",
         "rank 0: 60 %",
         "rank 1: 6 %",
         "is in decode (train.py:40)",

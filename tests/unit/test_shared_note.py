@@ -7,6 +7,8 @@ import os
 import signal
 from pathlib import Path
 
+from written_job import lines_of
+
 from clusterjob.node.logs.console import LineWriter
 from clusterjob.node.logs.log_files import LogReader, Timeline, node_directory
 from clusterjob.node.system.processes import SharedNote
@@ -54,14 +56,14 @@ def test_reader_continues_at_the_positions_of_another(tmp_path: Path) -> None:
     log.write_bytes(b"one\ntwo\nunfin")
     Timeline(directory).note()
     first = LogReader(tmp_path, node=0)
-    assert [line.text for line in first.read()] == ["one", "two"]
+    assert [line.text for line in lines_of(first)] == ["one", "two"]
     positions = json.loads(json.dumps(first.positions()))
     with log.open("ab") as stream:
         stream.write(b"ished\nfour\n")
     Timeline(directory).note()  # that of the next agent, which begins again
     second = LogReader(tmp_path, node=0)
     second.continue_at(positions)
-    assert [line.text for line in second.finish()] == ["unfinished", "four"]
+    assert [line.text for line in lines_of(second, end=True)] == ["unfinished", "four"]
 
 
 def test_numbers_of_lines_go_on() -> None:

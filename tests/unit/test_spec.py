@@ -81,9 +81,7 @@ def test_impossible_spare_and_elastic_nodes_are_refused(
         ({"grace": 0.0}, "grace is 0"),
         ({"grace": float("nan")}, "grace is nan"),
         ({"join_timeout": float("inf")}, "join timeout is inf"),
-        ({"heartbeat": -1.0}, "heartbeat is -1"),
         ({"lease": 0.0}, "lease is 0"),
-        ({"heartbeat": 5.0, "lease": 5.0}, "must be longer than the heartbeat"),
         ({"name": "a\nb"}, "is not a valid job name"),
         ({"name": "a\x1b[31m"}, "is not a valid job name"),
         ({"name": "x" * (MAX_NAME + 1)}, "is not a valid job name"),
@@ -198,14 +196,13 @@ def test_launch_options_carry_values_of_spec(workdir: Path) -> None:
         max_restarts=2,
         start="exec",
         join_timeout=9.0,
-        heartbeat=0.5,
         lease=1.5,
         grace=0.25,
     )
     options = spec.launch_options(lifeline=True, echo=False)
     assert parse(options.arguments()) == options
     names = ("program", "nproc_per_node", "max_restarts", "start", "spares", "min_nodes")
-    names += ("join_timeout", "heartbeat", "lease", "grace")
+    names += ("join_timeout", "lease", "grace")
     assert {name: getattr(options, name) for name in names} == {
         name: getattr(spec, name) for name in names
     }

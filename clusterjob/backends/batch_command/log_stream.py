@@ -345,7 +345,7 @@ class _Pages:
 
     def note(self, seconds: float) -> None:
         """Add the sizes of the workers' files to the timeline; readers order the lines by it."""
-        for name in sorted(self._grown):
+        for name in sorted(self._grown, key=log_files.by_start):
             self.add(
                 TIMELINE,
                 f"{seconds:.3f} {name} {self._sizes.get(name, 0) + len(self._added[name])}\n",

@@ -24,7 +24,7 @@ from clusterjob.insight.report import (
 from clusterjob.insight.report.data import ReportData
 from clusterjob.node.logs import events
 from clusterjob.node.system.sanitize import sanitize
-from clusterjob.node.verdict import JobState, Verdict, count_text, names_text
+from clusterjob.node.verdict import JobState, Verdict
 
 _MAX_CONSEQUENCES, _MAX_CHANGED, _MAX_ELEMENTS = 200, 200, 5000
 _OPEN_GROUPS = 16  # groups of last lines that are not folded
@@ -224,13 +224,13 @@ def _lines(lines: Sequence[str]) -> str:
 def _consequences(verdict: Verdict | None) -> list[tuple[str, list[str]]]:
     """Return the failures after the root cause, folded: a label and the lines below it."""
     found = []
-    for how, group in verdict.later_failures() if verdict is not None else ():
+    groups = verdict.later_failures() if verdict is not None else []
+    for label, group in groups[:_MAX_CONSEQUENCES]:
         lines = [sanitize(f"{item.who}: {item.message}")[:400] for item in group]
         more = (
             [f"and {len(lines) - _MAX_CONSEQUENCES} more"] if len(lines) > _MAX_CONSEQUENCES else []
         )
-        label = f"{count_text(group)} {how}: {names_text(group)[:300]}"
-        found.append((label, lines[:_MAX_CONSEQUENCES] + more))
+        found.append((sanitize(label)[:400], lines[:_MAX_CONSEQUENCES] + more))
     return found
 
 

@@ -44,7 +44,7 @@ from clusterjob.node.verdict import CANCELLED_EXIT_CODE, JobState, Verdict
 from clusterjob.node.workers.forkserver_client import ForkserverClient
 
 if TYPE_CHECKING:
-    from clusterjob.node.notifications.notifier import Notifier
+    from clusterjob.node.notifications import Notifier
 
 _RENEW_INTERVAL = 0.5  # seconds
 _GONE_SECONDS, _PAUSE = 6.0, 0.02  # seconds for the workers to end before this node joins again

@@ -154,7 +154,8 @@ class NodeWorkers:
     def warn(self) -> None:
         """Warn the workers of a preemption."""
         # Workers that another launcher, such as torchrun, has started poll this file.
-        files.later(ends.warn, self._node.directory, self.failures.attempt)
+        warning = ends.warning_file(self._node.directory, self.failures.attempt)
+        files.later(warning.touch, 0o600)
         self.forkserver.send(forkserver_messages.WarnWorkers())
 
     def answer(self, order: Order, done: Order) -> list[Coroutine[Any, Any, None]]:

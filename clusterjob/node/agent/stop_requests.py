@@ -61,7 +61,7 @@ class StopRequests:
             except PermissionError:  # epoll refuses a file or /dev/null, which counts as ended
                 self._on_lifeline()
         options, attempt = self._node.options, self._node.identity.attempt
-        if options.warning is not None and ends.warned(self._job_dir, attempt):
+        if options.warning is not None and ends.warning_file(self._job_dir, attempt).exists():
             why = f"a warning on {this_node.node_name()}, while the job was starting"
             self._report.ask(warning=why[:300])
 

@@ -40,7 +40,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TextIO
 
-from clusterjob.node.logs.log_files import Folded, LogReader, as_text, fold, label
+from clusterjob.node.logs.log_files import Labelled, LogLine, LogReader, as_text, fold
 from clusterjob.node.system.processes import SharedNote
 from clusterjob.node.system.sanitize import sanitize
 from clusterjob.node.verdict import Verdict
@@ -93,7 +93,7 @@ class LineWriter:
     def __init__(self, first: int = 1) -> None:
         self.next = first
 
-    def output(self, lines: list[Folded], seconds: float) -> str:
+    def output(self, lines: list[Labelled], seconds: float) -> str:
         """Return workers' lines with their numbers.
 
         Args:
@@ -102,11 +102,11 @@ class LineWriter:
         """
         return "".join(
             self._line(
-                f"[{line.label}]" + "!" * (line.stream == "err"),
+                f"[{label}]" + "!" * (line.stream == "err"),
                 line.text,
                 stamp="" if index else f"@{seconds:.1f}",
             )
-            for index, line in enumerate(lines)
+            for index, (label, line) in enumerate(lines)
         )
 
     def message(self, text: str) -> str:
@@ -155,13 +155,8 @@ def label_ranks(label: str) -> list[int | None]:
     found: list[int | None] = []
     for part in label.split(","):
         first, _, last = part.partition("-")
-        if part.startswith("node"):
-            found.append(None)
-        else:
-            end = min(int(last or first), int(first) + _MAX_RANKS_OF_LABEL)
-            found += range(int(first), end + 1)
-        if len(found) > _MAX_RANKS_OF_LABEL:
-            break
+        is_node, room = part.startswith("node"), max(0, _MAX_RANKS_OF_LABEL - len(found))
+        found += [None] if is_node else [*range(int(first), int(last or first) + 1)[:room]]
     return found[:_MAX_RANKS_OF_LABEL]
 
 
@@ -305,9 +300,9 @@ class Console:
         for lines in fold(itertools.chain([first], batches)):
             self._print_lines(lines)
         if self._live.has_terminal:
-            self._live.show([f"[{label(line)}] {line.text}" for line in self._reader.open_lines()])
+            self._live.show([f"[{line.label}] {line.text}" for line in self._reader.open_lines()])
 
-    def _print_lines(self, lines: list[Folded]) -> None:
+    def _print_lines(self, lines: list[Labelled]) -> None:
         if self._numbered:
             _write(sys.stdout, self._lines.output(lines, time.time()))
             return
@@ -316,8 +311,8 @@ class Console:
             _write(sys.stdout if name == "out" else sys.stderr, text)
 
 
-def _shown(line: Folded) -> str:
-    return f"[{line.label}] {sanitize(line.text, colours=True)}\n"
+def _shown(label: str, line: LogLine) -> str:
+    return f"[{label}] {sanitize(line.text, colours=True)}\n"
 
 
 def _write_text(stream: TextIO, text: str) -> None:

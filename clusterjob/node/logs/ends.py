@@ -26,13 +26,10 @@ name of a refusal contains the attempt: ``node<k>.attempt<n>.refused``.
 from __future__ import annotations
 
 import contextlib
-import hashlib
-import json
 import os
 import re
 import time
-import zlib
-from dataclasses import replace
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -49,23 +46,22 @@ from clusterjob.node.logs.job_dir import (
     RESULT,
 )
 from clusterjob.node.logs.log_files import last_lines, node_directory
-from clusterjob.node.system import files, private_dirs
+from clusterjob.node.system import files
 from clusterjob.node.verdict import Failure, FailureKind, JobState, Verdict
 
-# Directory for verdicts that cannot be written to the job's directory. It is used only if it
-# belongs to this user and no other user has access.
-_ASIDE = Path(f"/tmp/clusterjob-ends-{os.geteuid()}")  # noqa: S108
 REQUEST_SECONDS = 2.0  # node 0's agent looks for a cancel request this often
 STACKS_SECONDS = 2.0  # maximum seconds in which the stacks are saved before a stop
-_INTERRUPT = b"interrupt\n"  # the content of ``cancelled`` after Ctrl-C
+_INTERRUPT = "interrupt\n"  # the content of ``cancelled`` after Ctrl-C
 _SHORT_TEXT = 4000  # characters of a shortened text
 _MAX_ATTEMPTS = 5  # rounds in a shortened verdict
 _MAX_NAMED = 10  # maximum number of names of written files, and of hosts with them
 _MAX_WALK = 1.0  # maximum seconds to look for written files
 _NOT_WRITTEN = (".git", "__pycache__")
 _MAX_REFUSAL = 1 << 20  # maximum bytes of a refusal
-_NUMBER = re.compile(r"\d{1,9}", re.ASCII)
 _HOST = re.compile(r"[A-Za-z0-9._-]{1,253}")
+_EXIT_CODE = re.compile(r"\d{1,3}", re.ASCII)
+_NODE_END = re.compile(r"node(?P<node>\d{1,9})(?:\.attempt(?P<attempt>\d{1,9}))?\.json", re.ASCII)
+_NEXT = re.compile(r"next\.(\d{1,9})", re.ASCII)
 _JOB_NUMBER = re.compile(r"\d{1,11}", re.ASCII)
 
 
@@ -98,9 +94,7 @@ def cancelled(job_dir: Path) -> bool:
 
 def interrupted(job_dir: Path) -> bool:
     """Return whether Ctrl-C caused the cancel: workers then get SIGINT instead of SIGTERM."""
-    with contextlib.suppress(OSError):
-        return (job_dir / CANCELLED).read_bytes() == _INTERRUPT
-    return False
+    return files.read_text(job_dir / CANCELLED, len(_INTERRUPT)) == _INTERRUPT
 
 
 def cancel(job_dir: Path, *, interrupt: bool = False) -> None:
@@ -111,7 +105,7 @@ def cancel(job_dir: Path, *, interrupt: bool = False) -> None:
         interrupt: whether the workers get SIGINT first.
     """
     with contextlib.suppress(OSError):
-        files.write_atomic(job_dir / CANCELLED, _INTERRUPT if interrupt else b"")
+        files.write_atomic(job_dir / CANCELLED, _INTERRUPT.encode() if interrupt else b"")
 
 
 def stacks_wanted(job_dir: Path) -> bool:
@@ -126,22 +120,6 @@ def want_stacks(job_dir: Path) -> None:
     """
     with contextlib.suppress(OSError):
         (job_dir / CANCEL_STACKS).touch(0o600)
-
-
-def warned(job_dir: Path, attempt: int) -> bool:
-    """Return whether this attempt of the job has a preemption warning."""
-    return warning_file(job_dir, attempt).exists()
-
-
-def warn(job_dir: Path, attempt: int) -> None:
-    """Write a preemption warning for this attempt, for processes that no forkserver started.
-
-    These processes poll the file.
-
-    Raises:
-        OSError: the file cannot be written.
-    """
-    warning_file(job_dir, attempt).touch(0o600)
 
 
 def want_memory(job_dir: Path, attempt: int, factor: float) -> None:
@@ -168,7 +146,10 @@ def note_started(job_dir: Path, attempt: int) -> None:
 
 
 def warning_file(job_dir: Path, attempt: int) -> Path:
-    """Return the file that marks a preemption warning for this attempt of the job."""
+    """Return the file that marks a preemption warning for this attempt of the job.
+
+    Processes that no forkserver started poll it.
+    """
     return directory(job_dir) / f"warned.{attempt}"
 
 
@@ -177,12 +158,13 @@ def next_job(job_dir: Path) -> tuple[str, float] | None:
 
     None if the job has the id of its first attempt.
     """
-    found = [path for path in _glob(job_dir, "next.*") if _NUMBER.fullmatch(path.suffix[1:])]
-    for path in sorted(found, key=lambda path: int(path.suffix[1:]), reverse=True):
-        with contextlib.suppress(OSError, ValueError):
-            number = files.read_regular(path, 64).decode(errors="replace").strip()
-            if _JOB_NUMBER.fullmatch(number):
-                return number, path.stat().st_mtime
+    matches = map(_NEXT.fullmatch, files.listed(str(directory(job_dir))))
+    newest = max((int(match[1]) for match in matches if match is not None), default=-1)
+    path = directory(job_dir) / f"next.{newest}"
+    with contextlib.suppress(OSError, ValueError):
+        number = files.read_regular(path, 64).decode(errors="replace").strip()
+        if _JOB_NUMBER.fullmatch(number):
+            return number, path.stat().st_mtime
     return None
 
 
@@ -225,40 +207,35 @@ def written(job_dir: Path, attempt: int | None = 0) -> list[dict[str, Any]]:
         attempt: only the ends of this attempt after which no later one ended; None for all ends.
     """
     found = []
-    for path in _glob(job_dir, "node*.json"):
-        end = files.read_json(path)
-        if not isinstance(end, dict):
+    for match in map(_NODE_END.fullmatch, files.listed(str(directory(job_dir)))):
+        if match is None or (match["attempt"] and attempt is not None):
             continue
-        node, own = end.get("node_rank"), end.get("attempt", 0)
-        names = (
-            [f"node{node}"] if attempt is not None else [f"node{node}", f"node{node}.attempt{own}"]
-        )
+        node, end = int(match["node"]), files.read_json(directory(job_dir) / match[0])
         # A host may write the end of another node's rank.
-        if path.stem in names and type(node) is type(own) is int and attempt in (None, own):
-            reason = str(end.get("reason") or "")[:_SHORT_TEXT]
-            found.append(end | {"attempt": own, "reason": reason})
+        if isinstance(end, dict) and end.get("node_rank") == node:
+            own, reason = end.get("attempt", 0), str(end.get("reason") or "")[:_SHORT_TEXT]
+            is_named = match["attempt"] in (None, str(own))
+            if type(own) is int and attempt in (None, own) and is_named:
+                found.append(end | {"node_rank": node, "attempt": own, "reason": reason})
     return sorted(found, key=lambda end: (end["node_rank"], end["attempt"]))
 
 
 def files_in_code() -> str:
     """Return a line with the files that a job wrote into its copy of the code; empty if none.
 
-    The variables of the agent, the caller, name the copy. The list of its files is newer than they.
+    The variables of the agent, the caller, name the copy. Its list is newer than its own files.
     """
     tree = os.environ.get(contract.CODE_TREE) or os.environ.get(contract.CODE_DIR, "")
     found: list[str] = []
     begin = time.monotonic()
-    with contextlib.suppress(OSError, ValueError, LookupError, TypeError, zlib.error):
-        listed = Path(tree).with_name(CODE_LIST)
-        since = listed.stat().st_mtime_ns
-        known = {path for path, *_ in json.loads(zlib.decompress(listed.read_bytes()))}
+    with contextlib.suppress(OSError, ValueError):
+        since = Path(tree).with_name(CODE_LIST).stat().st_ctime_ns
         for folder, directories, names in os.walk(tree if os.path.basename(tree) == CODE else ""):
             directories[:] = [name for name in directories if name not in _NOT_WRITTEN]
             paths = [os.path.join(folder, name) for name in names]
-            for path in paths:
-                name = os.path.relpath(path, tree)
-                if name not in known or os.lstat(path).st_mtime_ns > since:
-                    found.append(name[:200])
+            # Not the time of its content, which an archive keeps.
+            newer = [path for path in paths if os.lstat(path).st_ctime_ns > since]
+            found += [os.path.relpath(path, tree)[:200] for path in newer]
             if len(found) > _MAX_NAMED or time.monotonic() - begin > _MAX_WALK:
                 break
     shown = ", ".join(found[:_MAX_NAMED]) + ", ..." * (len(found) > _MAX_NAMED)
@@ -275,11 +252,10 @@ def written_beside_code(job_dir: Path, verdict: Verdict) -> list[str]:
 def write_result(job_dir: Path, verdict: Verdict) -> None:
     """Write the job's verdict.
 
-    Before it, the job's script gets its part. If the directory cannot be written, the verdict goes
-    to a directory in /tmp, where `read_result` on this machine finds it.
+    Before it, the job's script gets its part.
 
     Raises:
-        OSError: the verdict cannot be written to the job's directory.
+        OSError: the verdict cannot be written.
     """
     with contextlib.suppress(OSError):  # the script then uses the exit code of srun
         if verdict.state is JobState.PREEMPTED:
@@ -287,15 +263,7 @@ def write_result(job_dir: Path, verdict: Verdict) -> None:
         if verdict.state is not JobState.LOST:
             code = f"{verdict.exit_code}\n".encode()
             files.write_atomic(directory(job_dir) / f"code.{verdict.attempt}", code)
-    try:
-        files.write_reserved(job_dir / RESULT, _fitting(verdict.to_json()))
-    except OSError as error:
-        why = f"its directory cannot be written: {error.strerror}"
-        reason = f"{verdict.reason} ({why})" if verdict.reason else why
-        with contextlib.suppress(OSError):  # else only processes that are connected now get it
-            _ASIDE.mkdir(mode=0o700, exist_ok=True)
-            files.write_json(_aside(job_dir), replace(verdict, reason=reason).to_json())
-        raise
+    files.write_reserved(job_dir / RESULT, _fitting(verdict.to_json()))
 
 
 def reserve(job_dir: Path, node_rank: int) -> None:
@@ -311,38 +279,36 @@ def _fitting(end: dict[str, Any]) -> bytes:
     The logs contain the removed parts.
     """
     data = files.json_bytes(end)
-    if len(data) <= files.RESERVED:
-        return data
-    end = end | {"reason": str(end.get("reason", ""))[:_SHORT_TEXT], "consequences": []}
-    if "attempts" in end:
-        end["attempts"] = end["attempts"][-_MAX_ATTEMPTS:]
-    if failure := end.get("failure"):
-        last_lines = [line[:200] for line in failure["last_lines"][-20:]]
-        short = {"message": failure["message"][:_SHORT_TEXT], "last_lines": last_lines}
-        end["failure"] = failure | short
-    data = files.json_bytes(end)
-    if len(data) > files.RESERVED and "usage" in end:  # of hundreds of ranks
-        data = files.json_bytes(end | {"usage": end["usage"] | {"ranks": {}, "ran": {}}})
+    for name, shortened in _SHORTENED.items():
+        if len(data) > files.RESERVED and end.get(name):
+            end = end | {name: shortened(end[name])}
+            data = files.json_bytes(end)
     return data
 
 
-def read_result(job_dir: Path) -> Verdict | None:
-    """Return the recorded verdict; None if there is no file with a valid verdict."""
-    for path in (job_dir / RESULT, _aside(job_dir)):
-        with contextlib.suppress(OSError, ValueError):
-            return Verdict.from_json(files.read_json(path))
-    return None
+_SHORTENED: dict[str, Callable[[Any], Any]] = {
+    "consequences": lambda _: [],
+    "attempts": lambda rounds: rounds[-_MAX_ATTEMPTS:],
+    "usage": lambda usage: usage | {"ranks": {}, "ran": {}},  # of hundreds of ranks
+    "reason": lambda reason: reason[:_SHORT_TEXT],
+    "failure": lambda failure: failure | {
+        "message": failure["message"][:_SHORT_TEXT],
+        "last_lines": [line[:200] for line in failure["last_lines"][-20:]],
+    },
+}  # fmt: skip
 
 
-def _aside(job_dir: Path) -> Path:
-    """Return the file for a verdict that cannot be written to the job's directory.
+def read_result(job_dir: Path, older: int | None = None) -> Verdict | None:
+    """Return the recorded verdict; None if there is no file with a valid verdict.
 
-    If another user made or could change the directory in /tmp, the path is one that cannot exist.
+    Args:
+        job_dir: the job's directory.
+        older: the attempt before the newest one whose verdict is wanted; None for the newest.
     """
-    with contextlib.suppress(OSError):
-        if _ASIDE.is_dir() and not _ASIDE.is_symlink() and not private_dirs.exposed(_ASIDE):
-            return _ASIDE / f"{hashlib.sha256(os.fsencode(job_dir)).hexdigest()}.json"
-    return Path(os.devnull, "none")
+    path = job_dir / RESULT if older is None else _older_result(job_dir, older)
+    with contextlib.suppress(OSError, ValueError):
+        return Verdict.from_json(files.read_json(path))
+    return None
 
 
 def has_result(job_dir: Path, attempt: int) -> bool:
@@ -361,17 +327,11 @@ def put_aside_result(job_dir: Path, attempt: int) -> None:
     path = job_dir / RESULT
     older = _attempt_of(path)
     if 0 <= older < attempt:
-        path.replace(directory(job_dir) / f"result.attempt{older}.json")
-    if 0 <= _attempt_of(_aside(job_dir)) < attempt:
-        _aside(job_dir).unlink()
+        path.replace(_older_result(job_dir, older))
 
 
-def preempted_before(job_dir: Path, attempt: int) -> bool:
-    """Return whether the attempt before this one recorded that it was preempted."""
-    path = directory(job_dir) / f"result.attempt{attempt - 1}.json"
-    with contextlib.suppress(OSError, ValueError):
-        return Verdict.from_json(files.read_json(path)).state is JobState.PREEMPTED
-    return False
+def _older_result(job_dir: Path, attempt: int) -> Path:
+    return directory(job_dir) / f"result.attempt{attempt}.json"
 
 
 def _attempt_of(path: Path) -> int:
@@ -406,33 +366,26 @@ def refusals(job_dir: Path, attempt: int = 0) -> list[Failure]:
     cannot be read, for example because too many files are open.
     """
     found = []
-    suffix = _refusal_suffix(attempt)
-    for path in _glob(job_dir, f"node*{suffix}"):
-        number = path.name.removeprefix("node").removesuffix(suffix)
-        if not _NUMBER.fullmatch(number):
+    pattern = re.compile(rf"node(\d{{1,9}}){re.escape(_refusal_suffix(attempt))}", re.ASCII)
+    for match in map(pattern.fullmatch, files.listed(str(directory(job_dir)))):
+        if match is None:
             continue
+        node_rank, path = int(match[1]), directory(job_dir) / match[0]
         # Another program may write the file or remove it meanwhile.
         with contextlib.suppress(OSError, ValueError):
             text = files.read_regular(path, _MAX_REFUSAL).decode(errors="replace").strip()
             code, _, message = text.partition("\n")
             host, _, why = message.partition(": ")
             failure = Failure.of_node(
-                int(number),
+                node_rank,
                 host[:_SHORT_TEXT],
                 message=why[:_SHORT_TEXT],
                 kind=FailureKind.LAUNCH,
-                exit_code=int(code) if _NUMBER.fullmatch(code) and 0 < int(code) <= 255 else 1,
-                last_lines=last_lines(node_directory(job_dir, int(number)) / AGENT_LOG),
+                exit_code=int(code) if _EXIT_CODE.fullmatch(code) and 0 < int(code) <= 255 else 1,
+                last_lines=last_lines(node_directory(job_dir, node_rank) / AGENT_LOG),
             )
             found.append(failure)
     return sorted(found, key=lambda failure: failure.node_rank)
-
-
-def _glob(job_dir: Path, pattern: str) -> list[Path]:
-    try:
-        return list(directory(job_dir).glob(pattern))
-    except OSError:
-        return []
 
 
 def _refusal_suffix(attempt: int) -> str:

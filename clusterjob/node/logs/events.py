@@ -1,7 +1,7 @@
 """Write and read what a job records while it runs: files with one JSON object per line.
 
 - ``events.jsonl``: the events of the job, each with wall-clock and monotonic time. The coordinator
-  writes them. `ended_rounds` and `StragglersNow` are read from them.
+  writes them. `ended_rounds` and `note_straggler` read them.
 - ``logs/node<k>/phases.jsonl``: the begins of the phases of a node and of its ranks. A line without
   a rank belongs to the node.
 - ``logs/node<k>/environment.jsonl``: for each attempt what ``clusterjob env`` shows, and the
@@ -22,7 +22,6 @@ import time
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from datetime import datetime, timezone
-from enum import Enum
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -33,7 +32,7 @@ from clusterjob.node.system.codec import Limit
 from clusterjob.node.system.files import Appender
 from clusterjob.node.system.ranges import ranges
 from clusterjob.node.system.sanitize import sanitize
-from clusterjob.node.verdict import FailureKind, RoundEnd, bounded
+from clusterjob.node.verdict import FailureKind, RoundEnd, Word, bounded
 
 ROUND_ENDED = "round_ended"  # the event; its other fields are those of `RoundEnd`
 # The coordinator adds these events when a rank has been late for three measurements, and again
@@ -82,9 +81,14 @@ class EventLog:
         at = now()
         line = {"time": at, "monotonic": round(time.monotonic() + self._shift, 6), "event": event}
         line |= {name: _cut(value) for name, value in details.items()}
-        text = json.dumps(line, ensure_ascii=False) + "\n"
-        files.later(self._file.write, text.encode(errors="replace"))
+        files.later(_append, self._file, line)
         return at
+
+
+def _append(file: Appender, *lines: Mapping[str, Any]) -> None:
+    """Append objects in one write."""
+    text = "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines)
+    file.write(text.encode(errors="replace"))
 
 
 def _cut(value: Any) -> Any:
@@ -149,11 +153,11 @@ def ended_rounds(job_dir: Path, *, running: bool) -> tuple[RoundEnd, ...]:
         end, open_ = open_, None
         with contextlib.suppress(ValueError):  # another program wrote the event
             if kind == ROUND_ENDED:
-                end = RoundEnd.from_json({**event, "ended_at": at})
+                end = codec.read(RoundEnd, {**event, "ended_at": at})
             elif kind == "started":
                 place = {"attempt": event.get("attempt"), "restart": event.get("restart")}
                 lost = {"kind": FailureKind.NODE_LOST.value, "node": 0, "started_at": at}
-                open_ = RoundEnd.from_json({**lost, **place})
+                open_ = codec.read(RoundEnd, {**lost, **place})
         if end is not None:
             found[end.attempt, end.restart] = end
         if len(found) > _MAX_ROUNDS:
@@ -163,7 +167,7 @@ def ended_rounds(job_dir: Path, *, running: bool) -> tuple[RoundEnd, ...]:
     return bounded([*found.values()])
 
 
-class Phase(str, Enum):
+class Phase(Word):
     """A phase of a node, or of a rank. The next phase ends it."""
 
     SETUP = "setup"  # node: the script's setup lines run
@@ -173,9 +177,6 @@ class Phase(str, Enum):
     RUNNING = "running"  # node: all workers run; rank: its group is formed, or it needs none
     STOP = "stop"  # the workers are being stopped
     ENDED = "ended"  # rank: the process has ended; node: all have
-
-    def __str__(self) -> str:
-        return self.value
 
 
 @dataclass(frozen=True)
@@ -216,9 +217,7 @@ class PhaseLog:
             {name: value for name, value in vars(begin).items() if value not in (None, "")}
             for begin in begins
         )
-        text = "".join(json.dumps(line) + "\n" for line in lines)
-        if text:
-            self._file.write(text.encode())
+        _append(self._file, *lines)
 
 
 def read_phases(job_dir: Path, node_rank: int) -> Iterator[PhaseBegin]:
@@ -257,9 +256,7 @@ def add_environment(
         "versions": versions(),
     }
     with contextlib.suppress(OSError):
-        Appender(node_directory(job_dir, node_rank) / ENVIRONMENT).write(
-            (json.dumps(line) + "\n").encode()
-        )
+        _append(Appender(node_directory(job_dir, node_rank) / ENVIRONMENT), line)
 
 
 @functools.cache
@@ -289,29 +286,19 @@ def read_environments(job_dir: Path, node_rank: int) -> Iterator[dict[str, Any]]
 
 @dataclass(frozen=True)
 class Straggler:
-    """One straggler.
+    """One straggler; the details of an event `STRAGGLING`.
 
     Attributes:
         rank, node_rank, host: the rank.
-        waited: seconds for which the others wait for it in each step.
-        step: the length of a step in seconds.
+        waited_s: seconds for which the others wait for it in each step.
+        step_s: the length of a step in seconds.
     """
 
     rank: _Rank
     node_rank: _Rank
     host: Annotated[str, Limit(200, cuts=True)]
-    waited: float
-    step: float
-
-    def to_event(self) -> dict[str, Any]:
-        """Return the details of the event `STRAGGLING`."""
-        return {
-            "rank": self.rank,
-            "node_rank": self.node_rank,
-            "host": self.host,
-            "waited_s": round(self.waited, 4),
-            "step_s": round(self.step, 4),
-        }
+    waited_s: float
+    step_s: float
 
     def to_json(self) -> dict[str, Any]:
         """Return the straggler for a user's program."""
@@ -319,51 +306,39 @@ class Straggler:
             "rank": self.rank,
             "node": self.node_rank,
             "host": self.host,
-            "waited_s": round(self.waited, 4),
-            "step_s": round(self.step, 4),
-            "share": round(self.waited / self.step, 3),
+            "waited_s": round(self.waited_s, 4),
+            "step_s": round(self.step_s, 4),
+            "share": round(self.waited_s / self.step_s, 3),
         }
 
 
-class StragglersNow:
-    """The stragglers of a job after the events so far."""
-
-    def __init__(self) -> None:
-        self._by_rank: dict[int, Straggler] = {}
-
-    def take(self, event: Mapping[str, Any]) -> None:
-        """Take the next event."""
-        kind, rank = event.get("event"), event.get("rank")
-        if kind == STRAGGLING:
-            found = read_straggler(event)
-            if found is not None and len(self._by_rank) < _MAX_STRAGGLERS:
-                self._by_rank[found.rank] = found
-        elif kind == CAUGHT_UP and type(rank) is int:
-            self._by_rank.pop(rank, None)
-        elif kind in ("started", "stop", "ended"):
-            self._by_rank.clear()
-
-    @property
-    def found(self) -> tuple[Straggler, ...]:
-        """The stragglers by rank."""
-        return tuple(self._by_rank[rank] for rank in sorted(self._by_rank))
+def note_straggler(known: dict[int, Straggler], event: Mapping[str, Any]) -> None:
+    """Change the stragglers of a job, by rank, as its next event says."""
+    kind, rank = event.get("event"), event.get("rank")
+    if kind == STRAGGLING:
+        found = read_straggler(event)
+        if found is not None and len(known) < _MAX_STRAGGLERS:
+            known[found.rank] = found
+    elif kind == CAUGHT_UP and type(rank) is int:
+        known.pop(rank, None)
+    elif kind in ("started", "stop", "ended"):
+        known.clear()
 
 
 def job_stragglers(job_dir: Path) -> tuple[Straggler, ...]:
     """Return all stragglers of the newest round of a job, as they were told the last time."""
-    told = StragglersNow()
+    known: dict[int, Straggler] = {}
     for event in read_job_events(job_dir):
         if event.get("event") in ("started", STRAGGLING):
-            told.take(event)
-    return told.found
+            note_straggler(known, event)
+    return tuple(known[rank] for rank in sorted(known))
 
 
 def read_straggler(event: Mapping[str, Any]) -> Straggler | None:
     """Return the straggler of an event `STRAGGLING`; None if the event is malformed."""
-    named = {"waited": event.get("waited_s"), "step": event.get("step_s")}
     with contextlib.suppress(ValueError):
-        found = codec.read(Straggler, {**event, **named})
-        if found.waited <= found.step and found.step:
+        found = codec.read(Straggler, event)
+        if found.waited_s <= found.step_s and found.step_s:
             return replace(found, host=sanitize(found.host))
     return None
 
@@ -371,17 +346,18 @@ def read_straggler(event: Mapping[str, Any]) -> Straggler | None:
 def straggler_lines(stragglers: Iterable[Straggler]) -> list[str]:
     """Return one line for each node with stragglers, the worst one first."""
     by_node: dict[int, list[Straggler]] = {}
-    for each in stragglers:
+    for each in sorted(stragglers, key=lambda each: each.waited_s, reverse=True):
         by_node.setdefault(each.node_rank, []).append(each)
     found = []
-    for own in by_node.values():
-        worst = max(own, key=lambda each: each.waited)
-        they, them = ("ranks", "them") if len(own) > 1 else ("rank", "it")
-        numbers = ", ".join(ranges(sorted(each.rank for each in own)))
-        node = ", ".join(filter(None, (f"node {worst.node_rank}", worst.host)))
-        waits = f"the others wait {_seconds(worst.waited)} of each {_seconds(worst.step)} step"
-        found.append((worst.waited, f"{they} {numbers} ({node}): {waits} for {them}"))
-    return [line for _, line in sorted(found, reverse=True)]
+    for worst, *others in by_node.values():
+        they, them = ("ranks", "them") if others else ("rank", "it")
+        numbers = ", ".join(ranges(sorted(each.rank for each in (worst, *others))))
+        waited, step = (f"{round(value, 3):g} s" for value in (worst.waited_s, worst.step_s))
+        found.append(
+            f"{they} {numbers} (node {worst.node_rank}, {worst.host}):"
+            f" the others wait {waited} of each {step} step for {them}"
+        )
+    return found
 
 
 def straggler_text(stragglers: Iterable[Straggler]) -> str:
@@ -389,10 +365,3 @@ def straggler_text(stragglers: Iterable[Straggler]) -> str:
     found = straggler_lines(stragglers)
     more = [f"{len(found) - _MAX_NAMED} more nodes"] if len(found) > _MAX_NAMED else []
     return "; ".join([*found[:_MAX_NAMED], *more])
-
-
-def _seconds(value: float) -> str:
-    """Format seconds with two digits or more: 12 ms, 0.42 s, 1.3 s, 15 s."""
-    if value < 0.1:
-        return f"{value * 1000:.0f} ms"
-    return f"{value:.{2 if value < 1 else 1 if value < 10 else 0}f} s"

@@ -29,10 +29,10 @@ from collections import Counter, deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, BinaryIO, NamedTuple
+from typing import TYPE_CHECKING, BinaryIO
 
 from clusterjob.node.logs.job_dir import AGENT_LOG, LOGS, TIMELINE
-from clusterjob.node.system.files import Appender, size_of
+from clusterjob.node.system.files import Appender, listed, size_of
 from clusterjob.node.system.ranges import ranges
 
 if TYPE_CHECKING:
@@ -45,8 +45,7 @@ _PIECE = 1 << 16  # bytes to read at once
 _MAX_OPEN = 4096  # maximum bytes to show of a line without a newline
 _MAX_HELD, _MAX_HELD_BYTES = 5_000, 4 << 20  # maximum lines and bytes to hold back
 _MAX_AHEAD = 32  # maximum lines of one rank to look at for an equal line
-# One line of a timeline: seconds, node, order and size of a file; see `by_start`.
-_Note = tuple[float, int, tuple[int, int, int, str], int]
+_Note = tuple[float, int, str, int]  # a line of a timeline: seconds, node, name and size of a file
 NOTE = re.compile(r"(\d{1,12}\.\d{3}) (\S{1,80}) (\d{1,18})", re.ASCII)  # a line of a timeline
 _NODE = re.compile(r"node(\d{1,9})", re.ASCII)
 FILE_NAME = re.compile(
@@ -97,10 +96,7 @@ def round_suffix(attempt: int, restart: int) -> str:
 
 def file_names(directory: Path) -> list[str]:
     """Return a directory's file names in the order of starts; empty if it was removed."""
-    try:
-        return sorted(os.listdir(directory), key=by_start)
-    except OSError:
-        return []
+    return sorted(listed(str(directory)), key=by_start)
 
 
 def by_start(name: str) -> tuple[int, int, int, str]:
@@ -153,9 +149,7 @@ def append(path: Path, lines: Sequence[str]) -> None:
         OSError: the disk is full, for example.
     """
     text = "".join(f"clusterjob: {line}\n" for line in lines)
-    descriptor = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CLOEXEC)
-    with open(descriptor, "wb", buffering=0) as stream:
-        stream.write(text.encode(errors="replace"))
+    Appender(path).write(text.encode(errors="replace"))
 
 
 def shown(part: bytes) -> str:
@@ -197,8 +191,8 @@ class Timeline:
         An error such as a full disk loses the record: readers then read that part of the files at
         the end.
         """
-        sizes = {name: size_of(self._directory / name) for name in sorted(self._sizes)}
-        grown = [name for name, size in sizes.items() if size > self._sizes[name]]
+        sizes = {name: size_of(self._directory / name) for name in self._sizes}
+        grown = sorted((name for name in sizes if sizes[name] > self._sizes[name]), key=by_start)
         if grown:
             self._sizes = sizes
             self.grown_at = time.monotonic()
@@ -229,6 +223,15 @@ class LogLine:
     text: str
     seconds: float = field(default=0.0, compare=False)
     ended: bool = field(default=True, compare=False)
+
+    @property
+    def label(self) -> str:
+        """The rank that wrote it, or the node whose torchrun did: ``3``, ``node0``."""
+        return f"node{self.node_rank}" if self.rank is None else str(self.rank)
+
+
+# A line to show, after the labels of all its writers: ``0-3,5``.
+Labelled = tuple[str, LogLine]
 
 
 @dataclass
@@ -279,19 +282,15 @@ class LogFile:
         return self._lines(rest, seconds, ended=False) if rest else []
 
     def skip_to_tail(self, count: int) -> None:
-        """Continue at the last `count` lines, without reading the lines before them."""
+        """Continue shortly before the last `count` lines, without reading what is before them."""
         with contextlib.suppress(OSError), open_regular(self.path, buffering=0) as stream:
-            begin = os.fstat(stream.fileno()).st_size
-            left = count + 1  # the last line may have a newline
-            while begin > 0:
-                end, begin = begin, max(0, begin - _PIECE)
+            begin, newlines, data = os.fstat(stream.fileno()).st_size, 0, b""
+            while begin > 0 and newlines <= count:  # the last line may have a newline
+                begin = max(0, begin - _PIECE)
                 stream.seek(begin)
-                newlines = list(re.finditer(b"\n", stream.read(end - begin)))
-                if len(newlines) >= left:
-                    begin += newlines[-left].end()
-                    break
-                left -= len(newlines)
-            self.offset = begin
+                data = stream.read(_PIECE)
+                newlines += data.count(b"\n")
+            self.offset = begin + (data.find(b"\n") + 1 if begin else 0)
 
     def _lines(self, data: bytes, seconds: float, *, ended: bool = True) -> list[LogLine]:
         """Return the lines of `data`, which lacks the last newline."""
@@ -356,38 +355,34 @@ class LogReader:
         self._timelines: dict[int, LogFile] = {}
         self._moment = 0.0
 
-    def read(self) -> list[LogLine]:
-        """Return the complete lines that the timelines recorded since the last call."""
-        return [line for lines in self.batches(end=False) for line in lines]
-
-    def finish(self) -> list[LogLine]:
-        """Return all remaining lines, including those without a newline.
-
-        Call it for a job that has ended, or to stop reading.
-        """
-        return [line for lines in self.batches(end=True) for line in lines]
-
     def batches(self, *, end: bool) -> Iterator[list[LogLine]]:
-        """Yield the lines of `read`, or of `finish` if `end` is set, in small batches.
+        """Yield the complete lines that were recorded since the last call, in small batches.
 
         A batch is empty if only a line without a newline has grown.
+
+        Args:
+            end: whether to yield all remaining lines, including those without a newline: for a job
+                that has ended, or to stop reading.
         """
         notes = map(self._notes, self._nodes())
-        for seconds, node_rank, (*_, name), size in heapq.merge(
-            *notes, self._unnoted(), key=operator.itemgetter(0)
-        ):
+        for seconds, node_rank, name, size in heapq.merge(*notes, key=operator.itemgetter(0)):
             self._moment = max(self._moment, seconds)
             file = self._file(node_rank, name)
             if file is not None:
                 file.late = seconds >= self._begin(node_rank)
                 lines = file.lines_up_to(size, seconds)
                 yield from lines if file.late else ([] for _ in lines)
-        for node_rank in self._nodes() if end else ():
-            for file in self._files_of(node_rank):
+        for node_rank in self._nodes():
+            # A node without an agent (``--launcher srun``) has no timeline.
+            directory = node_directory(self._job_dir, node_rank)
+            recorded = (directory / TIMELINE).exists() or (directory / AGENT_LOG).exists()
+            moment = self._moment if recorded else time.time()
+            for file in self._files_of(node_rank) if end or not recorded else ():
                 noted = file.offset
-                yield from file.lines_up_to(None, self._moment)
-                last_line = file.last_line(self._moment)
-                yield last_line if file.late or file.offset > noted else []
+                yield from file.lines_up_to(None, moment)
+                if end:
+                    last_line = file.last_line(moment)
+                    yield last_line if file.late or file.offset > noted else []
 
     def attempts(self) -> set[int]:
         """Return the attempts of the job whose workers have log files."""
@@ -408,7 +403,7 @@ class LogReader:
         return self._begins[node_rank]
 
     def skip_to_tail(self, count: int) -> None:
-        """Continue at the last `count` lines of each file, or shortly before them."""
+        """Continue shortly before the last `count` lines of each file."""
         for node_rank in self._nodes():
             for file in self._files_of(node_rank):
                 file.skip_to_tail(count)
@@ -438,36 +433,18 @@ class LogReader:
             for file in newest.values()
             if file.rest.strip()
         ]
-        return sorted(lines, key=lambda line: (line.node_rank, _who(line.node_rank, line.rank)))
+        return sorted(lines, key=lambda line: (line.node_rank, line.rank or 0))
 
     def _notes(self, node_rank: int) -> Iterator[_Note]:
-        """Yield the new records of a node's timeline; sort those of one time by `by_start`."""
+        """Yield the new records of a node's timeline."""
         path = node_directory(self._job_dir, node_rank) / TIMELINE
         timeline = self._timelines.setdefault(
             node_rank, LogFile(node_rank, None, stream="out", path=path)
         )
-        lines = (line for piece in timeline.lines_up_to(None) for line in piece)
-        # A full disk may cut a line short.
-        matches = (match for line in lines if (match := NOTE.fullmatch(line.text)) is not None)
-        notes = (
-            (float(match[1]), node_rank, by_start(match[2]), int(match[3])) for match in matches
-        )
-        for _, together in itertools.groupby(notes, key=operator.itemgetter(0)):
-            yield from sorted(together)
-
-    def _unnoted(self) -> list[_Note]:
-        """Return the current file sizes of nodes without an agent (``--launcher srun``).
-
-        These nodes have no timeline.
-        """
-        found = []
-        for node_rank in self._nodes():
-            directory = node_directory(self._job_dir, node_rank)
-            if not ((directory / TIMELINE).exists() or (directory / AGENT_LOG).exists()):
-                for file in self._files_of(node_rank):
-                    note = (node_rank, by_start(file.path.name), size_of(file.path))
-                    found += [(time.time(), *note)] if note[-1] > file.offset else []
-        return sorted(found)
+        for line in itertools.chain.from_iterable(timeline.lines_up_to(None)):
+            # A full disk may cut a line short.
+            if (match := NOTE.fullmatch(line.text)) is not None:
+                yield float(match[1]), node_rank, match[2], int(match[3])
 
     def _files_of(self, node_rank: int) -> Iterator[LogFile]:
         """Yield the files of a node that the reader returns, in the order of starts."""
@@ -499,23 +476,7 @@ class LogReader:
         )
 
 
-class Folded(NamedTuple):
-    """A line to show, with the ranks that wrote it.
-
-    Attributes:
-        label: the ranks that wrote it, or the nodes whose torchrun did.
-        stream: ``out`` or ``err``.
-        text: the line without its newline.
-        ended: whether it has a newline; see `LogLine`.
-    """
-
-    label: str
-    stream: str
-    text: str
-    ended: bool = True
-
-
-def fold(batches: Iterable[list[LogLine]]) -> Iterator[list[Folded]]:
+def fold(batches: Iterable[list[LogLine]]) -> Iterator[list[Labelled]]:
     """Fold equal lines of several ranks; each rank's own lines keep their order.
 
     The oldest line is shown once, for all ranks whose next line is equal. Of another rank that
@@ -540,64 +501,55 @@ def fold(batches: Iterable[list[LogLine]]) -> Iterator[list[Folded]]:
         yield _fold_part(held)
 
 
-def _fold_part(lines: list[LogLine]) -> list[Folded]:
+def _fold_part(lines: list[LogLine]) -> list[Labelled]:
     # In a large output most lines occur once, so such a line must cost little time.
     counts = Counter(line.text for line in lines)
-    waiting: dict[str, dict[int, deque[LogLine]]] = {"out": {}, "err": {}}  # by stream and writer
+    waiting: dict[str, dict[str, deque[LogLine]]] = {"out": {}, "err": {}}  # by stream and label
     for line in lines:
-        writer = _who(line.node_rank, line.rank)
-        waiting[line.stream].setdefault(writer, deque()).append(line)
-    found: list[Folded] = []
+        waiting[line.stream].setdefault(line.label, deque()).append(line)
+    found: list[Labelled] = []
 
-    def show(writer: int, line: LogLine) -> None:
+    def show(line: LogLine) -> None:
         """Take a line, which is its writer's next one, from all whose next line is equal."""
-        same = [writer]
+        same = [line.label]
         queues = waiting[line.stream]
         if counts[line.text] > 1:
             same = [each for each, own in queues.items() if own and own[0].text == line.text]
         for each in same:
             queues[each].popleft()
-        found.append(Folded(_label(tuple(same)), line.stream, text=line.text, ended=line.ended))
+        found.append((_joined(tuple(same)), line))
 
     for line in lines:
-        writer = _who(line.node_rank, line.rank)
-        own = waiting[line.stream][writer]
+        own = waiting[line.stream][line.label]
         if not own or own[0] is not line:
             continue  # it was shown with another rank's line
         if counts[line.text] > 1:
             texts = {each.text for each in itertools.islice(own, _MAX_AHEAD)}
-            for other, its in waiting[line.stream].items():
+            for its in waiting[line.stream].values():
                 ahead = [each.text for each in itertools.islice(its, _MAX_AHEAD)]
                 common = next((n for n, text in enumerate(ahead) if text in texts), 0)
                 if common and ahead[common] == line.text:
                     for _ in range(common):
-                        show(other, its[0])
-        show(writer, line)
+                        show(its[0])
+        show(line)
     return found
 
 
-def as_text(lines: Iterable[Folded], shown: Callable[[Folded], str]) -> Iterator[tuple[str, str]]:
+def as_text(
+    lines: Iterable[Labelled], shown: Callable[[str, LogLine], str]
+) -> Iterator[tuple[str, str]]:
     """Join consecutive lines of one stream for one write; yield the stream's name and the text.
 
     Args:
         lines: the lines.
-        shown: returns the text of a line, with its newline.
+        shown: returns the text of a line and its label, with its newline.
     """
-    for stream, together in itertools.groupby(lines, key=operator.attrgetter("stream")):
-        yield stream, "".join(map(shown, together))
-
-
-def label(line: LogLine) -> str:
-    """Return the label of a line's writer."""
-    return _label((_who(line.node_rank, line.rank),))
-
-
-def _who(node_rank: int, rank: int | None) -> int:
-    """Return a number for the writer of a line: its rank; below 0, the node of a torchrun."""
-    return -1 - node_rank if rank is None else rank
+    for stream, together in itertools.groupby(lines, key=lambda pair: pair[1].stream):
+        yield stream, "".join(itertools.starmap(shown, together))
 
 
 @functools.lru_cache(maxsize=256)
-def _label(writers: tuple[int, ...]) -> str:
-    nodes = [f"node{-1 - who}" for who in sorted(writers, reverse=True) if who < 0]
-    return ",".join(nodes + ranges(sorted(who for who in writers if who >= 0)))
+def _joined(labels: tuple[str, ...]) -> str:
+    nodes = sorted(int(label[4:]) for label in labels if label.startswith("node"))
+    numbers = sorted(int(label) for label in labels if label.isdigit())
+    return ",".join([f"node{node}" for node in nodes] + ranges(numbers))

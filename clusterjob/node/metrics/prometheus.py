@@ -13,6 +13,7 @@ import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from clusterjob.node.metrics.samples import (
+    Gpu,
     GpuSample,
     NodeFacts,
     Sample,
@@ -82,17 +83,13 @@ def text_of(job_id: str, facts: NodeFacts, sample: Sample, usage: Usage) -> str:
         for worker in sample.workers
     ]
     gpus = [{**node, "gpu": gpu.index, "uuid": gpu.uuid} for gpu in facts.gpus]
-    sizes = [(labels, gpu.memory) for labels, gpu in zip(gpus, facts.gpus, strict=True)]
     return "".join(
         [
             _family("info", "The node of the job.", [(about, 1)]),
-            _family("node_cpu_cores", "Cores that the job may use.", [(node, facts.cores)]),
-            _family(
-                "node_memory_limit_bytes", "Memory that the job may use.", [(node, facts.memory)]
-            ),
+            *_families(NodeFacts, [(node, facts, {})]),
             *_families(Sample, [(node, sample, usage.totals["node"])]),
             *_families(WorkerSample, workers),
-            _family("gpu_memory_size_bytes", "Memory of the GPU.", sizes),
+            *_families(Gpu, [(*one, {}) for one in zip(gpus, facts.gpus, strict=True)]),
             *_families(GpuSample, [(*one, {}) for one in zip(gpus, sample.gpus, strict=False)]),
         ]
     )
@@ -101,7 +98,7 @@ def text_of(job_id: str, facts: NodeFacts, sample: Sample, usage: Usage) -> str:
 def _families(
     kind: type, rows: Sequence[tuple[_Labels, object, Mapping[str, float]]]
 ) -> Iterator[str]:
-    """Yield the families of a kind of sample, from labels, samples and totals."""
+    """Yield the families of a kind of sample or facts, from labels, rows and totals."""
     for name, column in columns(kind).items():
         scale = 1.0 if column["total"] else column["scale"]
         values = [

@@ -114,7 +114,7 @@ class Gpu:
     index: int
     uuid: str
     name: str
-    memory: int
+    memory: int = _column("gpu_memory_size_bytes", "Memory of the GPU.")
 
 
 @dataclass(frozen=True)
@@ -132,8 +132,8 @@ class NodeFacts:
     node_rank: int
     host: str
     attempt: int
-    cores: int
-    memory: int
+    cores: int = _column("node_cpu_cores", "Cores that the job may use.")
+    memory: int = _column("node_memory_limit_bytes", "Memory that the job may use.")
     gpus: tuple[Gpu, ...] = ()
 
 
@@ -190,9 +190,8 @@ class SampleWriter:
         data = line = _json(_plain(sample))
         if facts != self._facts or self._count % _FACTS_EACH == 0:
             self._facts = facts
-            data = _json({name: _plain(one) for name, one in vars(facts).items()}) + line
-            if self._count == 0:
-                data = b"\n" + data  # an earlier agent may have cut its line
+            # An earlier agent may have cut its last line.
+            data = b"\n" + _json({name: _plain(one) for name, one in vars(facts).items()}) + line
         self._count += 1
         with contextlib.suppress(OSError):  # a full disk loses it
             self._file.write(data)

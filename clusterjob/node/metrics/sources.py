@@ -12,6 +12,7 @@ import os
 import re
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,7 @@ from clusterjob.node.system.devices import listed_gpus
 _TICKS = os.sysconf("SC_CLK_TCK")
 _PAGE = os.sysconf("SC_PAGE_SIZE")
 _SECTOR = 512  # bytes; the unit of /sys/block/*/stat
+_NO_LIMIT = 1 << 60  # bytes; cgroup v1 writes a larger number for no limit
 # Devices that are made of others, or of memory.
 _VIRTUAL_DISK = re.compile(r"(loop|ram|zram|dm-|md|sr|nbd|drbd)")
 # Seconds between two readings of the GPUs, and without an answer until their values are unknown.
@@ -45,15 +47,13 @@ class Machine:
 
     def __init__(self, root: str = "") -> None:
         self._root = root
-        limits = {
-            group: _number(group / "memory.max") or _number(group / "memory.limit_in_bytes") or 0
+        limits = (
+            (group, _number(group / "memory.max") or _number(group / "memory.limit_in_bytes") or 0)
             for group in processes.memory_cgroups(root)
-        }
-        # cgroup v1 writes a huge number for no limit.
-        limited = [group for group, limit in limits.items() if 0 < limit < 1 << 60]
-        self._group = limited[0] if limited else None
-        total = _meminfo(root).get("MemTotal", 0)
-        self.memory = min(total, limits[limited[0]]) if limited else total
+        )
+        limited = ((group, limit) for group, limit in limits if 0 < limit < _NO_LIMIT)
+        self._group, limit = next(limited, (None, _NO_LIMIT))
+        self.memory = min(_meminfo(root).get("MemTotal", 0), limit)
         self._disks = [
             f"{root}/sys/block/{name}/stat"
             for name in files.listed(f"{root}/sys/block")
@@ -109,11 +109,16 @@ class Machine:
         return max(0, memory.get("MemTotal", 0) - memory.get("MemAvailable", 0))
 
 
+_RATES = ("cpu", "received", "sent", "read", "written")
+
+
 def _rates(new: Mapping[str, float], old: Mapping[str, float], seconds: float) -> dict[str, Any]:
+    """Return how fast the counters have grown; a device may have been added again."""
     return {
-        name: max(0.0, (value - old.get(name, 0.0)) / max(seconds, 0.01))
-        for name, value in new.items()
-    }  # fmt: skip
+        name: max(0.0, (new[name] - old.get(name, 0.0)) / max(seconds, 0.01))
+        for name in _RATES
+        if name in new
+    }
 
 
 def _meminfo(root: str) -> dict[str, int]:
@@ -148,7 +153,7 @@ class Workers:
         self._workers: Mapping[int, int] = {}
         self._seen: set[str] = set()  # all processes of the machine at the last sample
         self._owners: dict[int, int] = {}  # the worker to which a process belongs
-        self._last: dict[int, dict[str, float]] = {}  # the counters of each worker
+        self._last: dict[int, Counter[str]] = {}  # the counters of each worker
 
     def sample(self, more: Mapping[int, Mapping[str, Any]]) -> tuple[WorkerSample, ...]:
         """Return what each worker used since the last call.
@@ -158,18 +163,17 @@ class Workers:
         """
         now, seconds = time.monotonic(), time.monotonic() - self._at
         self._follow()
-        counters = {pid: dict.fromkeys(("cpu", "read", "written"), 0.0) for pid in self._workers}
-        levels: dict[int, dict[str, Any]] = {pid: {"rss": 0, "threads": 0} for pid in self._workers}
+        sums = {pid: Counter[str]() for pid in self._workers}
         for pid, owner in list(self._owners.items()):
             if (fields := processes.stat_fields(pid)) is None:
                 del self._owners[pid]
-            elif owner in counters:
-                _add(pid, fields, counters[owner], levels[owner])
-        last, self._last, self._at = self._last, counters, now
+            elif owner in sums:
+                sums[owner].update(_use_of(pid, fields))
+        last, self._last, self._at = self._last, sums, now
         return tuple(
             WorkerSample(
-                rank, **_rates(counters[pid], last.get(pid, {}), seconds), **levels[pid],
-                **more.get(rank, {}),
+                rank, **_rates(sums[pid], last.get(pid, {}), seconds),
+                rss=sums[pid]["rss"], threads=sums[pid]["threads"], **more.get(rank, {}),
             )
             for pid, rank in sorted(self._workers.items(), key=lambda item: item[1])
             if pid in self._owners
@@ -193,15 +197,17 @@ class Workers:
         self._seen = now
 
 
-def _add(pid: int, fields: list[str], counters: dict[str, float], levels: dict[str, int]) -> None:
-    """Add a process to the counters and the levels of its worker."""
-    counters["cpu"] += 100 * sum(map(int, fields[11:15])) / _TICKS
+def _use_of(pid: int, fields: list[str]) -> dict[str, Any]:
+    """Return the counters of a process, and its memory and threads."""
     io = dict(re.findall(r"^(\w+): (\d+)$", files.read_text(f"/proc/{pid}/io"), re.M))
-    counters["read"] += int(io.get("read_bytes", 0))
-    counters["written"] += int(io.get("write_bytes", 0))
-    if fields[0] not in "ZX":
-        levels["rss"] += int(fields[21]) * _PAGE
-        levels["threads"] += int(fields[17])
+    lives = fields[0] not in "ZX"
+    return {
+        "cpu": 100 * sum(map(int, fields[11:15])) / _TICKS,
+        "read": int(io.get("read_bytes", 0)),
+        "written": int(io.get("write_bytes", 0)),
+        "rss": int(fields[21]) * _PAGE * lives,
+        "threads": int(fields[17]) * lives,
+    }
 
 
 # -- the GPUs --------------------------------------------------------------------------------------
@@ -293,12 +299,8 @@ class Nvml:
         )
         self._events = self._get(ctypes.c_void_p(), "nvmlEventSetCreate")
         kind = ctypes.c_ulonglong(_EVENT_XID)
-        watched = [
+        for handle in self._handles.values():
             self._call("nvmlDeviceRegisterEvents", handle, kind, self._events)
-            for handle in self._handles.values()
-        ]
-        if not any(watched):  # the driver does not report XIDs
-            self._events = None
         self._xids: dict[int | None, int] = {}  # by handle
 
     def read(self) -> GpuState:

@@ -155,5 +155,6 @@ class StragglerWatch:
         self._told[rank] = moment
         self._named.add(rank)
         node_rank, host = self._places[rank]
-        found = Straggler(rank, node_rank, host, waited=lateness.waited, step=lateness.step)
-        self._events.add(STRAGGLING, restart=self._restart, **found.to_event())
+        waited_s, step_s = round(lateness.waited, 4), round(lateness.step, 4)
+        found = Straggler(rank, node_rank, host, waited_s=waited_s, step_s=step_s)
+        self._events.add(STRAGGLING, restart=self._restart, **vars(found))

@@ -1,12 +1,13 @@
-"""Send one event of a job to all its places: URLs of apprise, and commands of the user.
+"""Notifications of a job: for each event, a process sends it to URLs of apprise and commands.
 
-A process of its own, because a place, or a shared disk with an array's directory, may hang. Its
+The agent of the node with the coordinator, node 0 at first, starts the processes (`Notifier`). A
+place, or a shared disk with an array's directory, may hang: so each event has its own process. Its
 stdin has one JSON object: the value of CLUSTERJOB_NOTIFICATIONS with ``job_dir`` and ``event``. Its
 stdout has one line for each place that the event did not reach; no line contains a URL.
 
 An event is a dict, as a command gets it:
 
-- ``event``: one of `clusterjob.node.notifications.KINDS`
+- ``event``: one of `contract.NOTIFY_KINDS`
 - ``job_id``, ``name``, ``cluster``: the job
 - ``state``: the job's state, or RESTARTING
 - ``reason``: one line; the first failure of a failed job
@@ -35,18 +36,32 @@ from collections.abc import Callable, Sequence
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from clusterjob.node import contract
 from clusterjob.node.environments import this_node
+from clusterjob.node.logs import ends
 from clusterjob.node.logs.job_dir import ELEMENTS, NOTIFIED
-from clusterjob.node.notifications import END, FAILURE, REQUEUE, START
 from clusterjob.node.system import files, private_dirs
 from clusterjob.node.system.processes import StderrTail
 from clusterjob.node.system.sanitize import sanitize
-from clusterjob.node.verdict import JobState
+from clusterjob.node.verdict import Failure, JobState, Verdict
+
+if TYPE_CHECKING:
+    import asyncio
 
 Event = dict[str, Any]
+START, END, FAILURE, REQUEUE = contract.NOTIFY_KINDS
+_IN_ORDER = 5.0  # seconds for which an event waits until the one before is sent
+_LAST_SEND = 10.0  # seconds that a job's last process waits until all events are sent
+_MAX_RESTARTS = 10  # maximum restarts that an attempt notifies about
+_KINDS = {JobState.FAILED: FAILURE, JobState.LOST: FAILURE, JobState.PREEMPTED: REQUEUE}
+# Not with -m: that would import a file of the working directory with the name of a module. The
+# package is a directory, or the node zip.
+_SENDER = (
+    f"import sys; sys.path = [{str(Path(__file__).parents[2])!r}, *filter(None, sys.path)];"
+    " from clusterjob.node.notifications import main; main()"
+)
 _PAUSES = (0.0, 1.0, 2.0, 4.0)  # seconds before each attempt
 _REFUSED_TIMEOUT = 15  # seconds that node 0's script waits, which has no agent that ends this
 _COMMAND_TIMEOUT = 30.0  # seconds
@@ -70,18 +85,19 @@ def event_of(kind: str, job: Event, state: str, reason: str, **facts: Any) -> Ev
         facts: the other keys; those that are missing are unknown.
     """
     unknown = {"exit_code": None, "seconds": None, "rank": None, "host": "", "final": False}
-    job_id, name, cluster = job["job_id"], job["name"], job["cluster"]
-    event: Event = {"job_id": job_id, "name": name, "cluster": cluster, **unknown, **facts}
-    reason = short(reason)
-    first = f"{name} ({job_id})" if name else job_id
-    first += f"{f' on {cluster}' if cluster else ''}: {state}"
-    if event["exit_code"]:
-        first += f", exit code {event['exit_code']}"
-    if event["seconds"] is not None and (event["final"] or kind == FAILURE):
-        first += f", after {timedelta(seconds=round(event['seconds']))}"
-    lines = filter(None, (first, reason, f"clusterjob logs {job_id}"))
-    texts = {"title": f"{job_id} {state}", "text": "\n".join(lines)}
-    return event | {"event": kind, "state": state, "reason": reason} | texts
+    event: Event = {name: job[name] for name in ("job_id", "name", "cluster")} | unknown | facts
+    event |= {"event": kind, "state": state, "reason": short(reason)}
+    job_id, code, seconds = event["job_id"], event["exit_code"], event["seconds"]
+    who = f"{event['name']} ({job_id})" if event["name"] else job_id
+    where = f" on {event['cluster']}" if event["cluster"] else ""
+    tells_time = seconds is not None and (event["final"] or kind == FAILURE)
+    first = (
+        f"{who}{where}: {state}",
+        f"exit code {code}" if code else "",
+        f"after {timedelta(seconds=round(seconds))}" if tells_time else "",
+    )
+    lines = (", ".join(filter(None, first)), event["reason"], f"clusterjob logs {job_id}")
+    return event | {"title": f"{job_id} {state}", "text": "\n".join(filter(None, lines))}
 
 
 def wanted(event: Event, kinds: Sequence[str]) -> bool:
@@ -272,3 +288,102 @@ def _run(command: str, event: Event) -> str:
     last = errors.last_line(0.5)
     error = f"exit code {process.returncode}{f': {last}' if last else ''}"
     return short(error) if process.returncode else ""
+
+
+# -- in the agent ----------------------------------------------------------------------------------
+
+
+class Notifier:
+    """Send notifications through child processes; no call blocks.
+
+    Args:
+        settings: the value of CLUSTERJOB_NOTIFICATIONS, as `core.notifications` writes it.
+        job_id: the job's id.
+        job_dir: the job's directory, as this node sees it.
+        print_line: prints one line for the user.
+
+    Attributes:
+        pids: the processes that send now; they outlive the workers.
+    """
+
+    def __init__(
+        self, settings: str, job_id: str, job_dir: Path, print_line: Callable[[str], None]
+    ) -> None:
+        self.pids: set[int] = set()
+        self._settings: dict[str, Any] = json.loads(settings)
+        self._settings |= {"job_id": job_id, "job_dir": str(job_dir)}
+        self._job_dir = job_dir
+        self._print_line = print_line
+        self._begun = time.monotonic()
+        self._sending: list[asyncio.Task[None]] = []
+
+    def attempt_begins(self, attempt: int) -> None:
+        """Report that the job runs again, unless the attempt before told that it was preempted."""
+        before = ends.read_result(self._job_dir, attempt - 1) if attempt else None
+        if attempt and not (before is not None and before.state is JobState.PREEMPTED):
+            self._send(REQUEUE, state=f"QUEUED AGAIN, attempt {attempt} starts")
+
+    def started(self, nnodes: int, world_size: int) -> None:
+        """Report that the workers start."""
+        text = f"{world_size} worker{'s' * (world_size > 1)} on {nnodes} node{'s' * (nnodes > 1)}"
+        self._send(START, state=str(JobState.RUNNING), reason=text)
+
+    def restarts(self, number: int, maximum: int, why: str, failure: Failure | None) -> None:
+        """Report that the workers are started again after a failure."""
+        if number <= _MAX_RESTARTS:  # a job may restart a thousand times
+            state = f"RESTARTING, restart {number} of {maximum}"
+            self._send(FAILURE, state=state, reason=why, failure=failure)
+
+    def ended(self, verdict: Verdict) -> None:
+        """Report the verdict."""
+        self._send(
+            _KINDS.get(verdict.state, END),
+            state=str(verdict.state),
+            reason=verdict.reason,
+            failure=verdict.failure,
+            exit_code=verdict.exit_code,
+            final=True,
+        )
+
+    async def close(self) -> None:
+        """Wait until everything is sent, at most 10 s."""
+        import asyncio  # not in the process that sends
+
+        sending = self._sending
+        _, unsent = await asyncio.wait(sending, timeout=_LAST_SEND) if sending else ((), ())
+        if unsent:
+            self._print_line("notify: the last notification was not sent in time")
+
+    def _send(
+        self, kind: str, state: str, reason: str = "", failure: Failure | None = None, **facts: Any
+    ) -> None:
+        import asyncio
+
+        if failure is not None:
+            facts |= {"rank": failure.rank, "host": short(failure.host)}
+        seconds = round(time.monotonic() - self._begun, 1)
+        event = event_of(kind, self._settings, state, reason, seconds=seconds, **facts)
+        # The end of an element may be a failure of its array.
+        if self._settings["elements"] or wanted(event, self._settings["on"]):
+            self._sending.append(asyncio.create_task(self._run(event, self._sending[-1:])))
+
+    async def _run(self, event: Event, before: list[asyncio.Task[None]]) -> None:
+        """Run the process that sends an event; print its messages."""
+        import asyncio
+
+        if before:
+            await asyncio.wait(before, timeout=_IN_ORDER)
+        # Not asyncio's: the pid must be known before this agent kills all other processes.
+        process = subprocess.Popen(
+            [sys.executable, "-c", _SENDER],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            start_new_session=True,  # the forkserver kills the group of a killed agent
+        )
+        self.pids.add(process.pid)
+        data = json.dumps(self._settings | {"event": event}).encode()
+        output, _ = await asyncio.to_thread(process.communicate, data)
+        self.pids.remove(process.pid)
+        for line in output.decode(errors="replace").splitlines():
+            self._print_line(f"notify: {sanitize(line)}")
