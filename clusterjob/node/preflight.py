@@ -41,12 +41,11 @@ _MATRIX, _GPU_MATRIX = 768, 8192  # rows
 _COPIED, _GPU_COPIED = 64 << 20, 512 << 20  # bytes; larger than a usual cache
 _CHUNK, _WRITTEN = 1 << 20, 64 << 20  # bytes; a slow disk gets fewer
 _REDUCED, _GPU_REDUCED = 4 << 20, 64 << 20  # bytes of an all-reduce
-_MAX_AMOUNT = 1e8
 _MAX_TEXT, _MAX_NAME = 300, 80  # characters
 _SILENT = "the measuring process does not answer"
 
 CPU, PAIR, GPU, DISK = PROBES = ("cpu", "pair", "gpu", "disk")
-# The probe and the unit of each measure.
+# The probe and the unit of each measure, in the order of the probe's amounts.
 MEASURES = {
     "matrix multiply": (CPU, "GFLOP/s"),
     "memory": (CPU, "GB/s"),
@@ -56,8 +55,6 @@ MEASURES = {
     "disk write": (DISK, "MB/s"),
     "disk read": (DISK, "MB/s"),
 }
-Task = tuple[str, tuple[int, ...]]  # a probe, and the nodes that take part
-Answers = dict[tuple[Task, int], Any]  # of each node, from the network
 Amounts = dict[str, dict[int, float]]  # by measure and node
 
 
@@ -152,70 +149,31 @@ def _name(text: str) -> str:
 # -- comparison: pure functions --------------------------------------------------------------------
 
 
-def tasks(nodes: Sequence[int], probes: Sequence[str]) -> list[Task]:
-    """Return the tasks of a pass, in the order in which each node takes its own."""
-    found, alone = list[Task](), [(node,) for node in nodes]
-    for probe in probes:
-        groups: Sequence[tuple[int, ...]] = pairs_of(nodes) if probe == PAIR else alone
-        found += [(probe, group) for group in groups]
-    return found
+@dataclass(frozen=True)
+class Answer:
+    """What one node has measured in a pass.
+
+    Attributes:
+        amounts: the measures, each with its amount and a note: its error, or the slowest GPU. An
+            error has the amount 0.
+    """
+
+    amounts: Annotated[
+        tuple[tuple[str, float, Annotated[str, Limit(_MAX_TEXT, cuts=True)]], ...], Limit(16)
+    ] = ()
 
 
-def pairs_of(nodes: Sequence[int], rounds: int = _ROUNDS) -> list[tuple[int, ...]]:
+def pairs_of(nodes: Sequence[int], rounds: int = _ROUNDS) -> list[tuple[int, int]]:
     """Return the pairs of the first rounds of a tournament; nobody is twice in a round."""
     circle: list[int | None] = [*nodes]
     if len(circle) % 2:
         circle.append(None)  # who meets it pauses
-    half, found = len(circle) // 2, list[tuple[int, ...]]()
+    half, found = len(circle) // 2, list[tuple[int, int]]()
     for _ in range(min(rounds, len(circle) - 1)):
         met = zip(circle[:half], reversed(circle[half:]), strict=True)
         found += [(a, b) for a, b in met if a is not None and b is not None]
         circle.insert(1, circle.pop())
     return found
-
-
-def amounts_of(answers: Answers, notes: dict[tuple[str, int], str]) -> Amounts:
-    """Return the amounts of a pass; an error counts as 0.
-
-    A slow node makes all its pairs slow, and its partners have other pairs: so the upper median
-    over its pairs counts. Both nodes of a pair measure the same; who lies makes its own pairs slow.
-
-    Args:
-        answers: the answers; None where there was nothing to measure, or no time.
-        notes: receives errors and the slowest GPUs, by measure and node.
-    """
-    found: Amounts = {}
-    pairs: dict[tuple[int, ...], float] = {}
-    for ((probe, nodes), node), answer in answers.items():
-        names = [name for name, (each, _) in MEASURES.items() if each == probe]
-        is_right = _are_amounts(answer) and len(answer) % len(names) == 0
-        for index, name in enumerate(names if answer is not None else ()):
-            of_devices = answer[index :: len(names)] if is_right else [0.0]
-            amount = min(of_devices)
-            if not is_right:
-                error = answer if isinstance(answer, str) else "a wrong answer"
-                notes[name, node] = sanitize(error)[:_MAX_TEXT]
-            elif len(of_devices) > 1:
-                notes[name, node] = f"GPU {of_devices.index(amount)}"
-            if probe == PAIR:
-                pairs[nodes] = min(amount, pairs.get(nodes, math.inf))
-            else:
-                found.setdefault(name, {})[node] = amount
-    of_nodes: dict[int, list[float]] = {}
-    for pair, amount in pairs.items():
-        for node in pair:
-            of_nodes.setdefault(node, []).append(amount)
-    if pairs:
-        found["all-reduce"] = {node: sorted(own)[len(own) // 2] for node, own in of_nodes.items()}
-    return found
-
-
-def _are_amounts(answer: Any) -> bool:
-    return (
-        isinstance(answer, list)
-        and bool(answer)
-        and all(type(each) in (int, float) and 0 <= each <= _MAX_AMOUNT for each in answer)
-    )
 
 
 def suspects(passes: Sequence[Amounts]) -> list[tuple[float, str, int]]:
@@ -234,26 +192,29 @@ def _small(amounts: Mapping[int, float]) -> dict[int, float]:
 
 
 def direct(
-    nodes: list[int], take: Callable[[list[int], list[str], float], Answers]
+    nodes: list[int], take: Callable[[list[int], list[str], float], Mapping[int, Answer]]
 ) -> dict[str, Any]:
     """Measure all nodes, and suspects again; return what the coordinator reports.
 
     Args:
         nodes: the nodes; those that do not answer are removed.
-        take: lets nodes take tasks that begin within some seconds; returns the answers in time.
+        take: lets nodes take probes that begin within some seconds; returns the answers in time.
     """
     begin, seconds, probes = time.monotonic(), _FIRST_SECONDS, list(PROBES)
     passes, notes, slow = list[Amounts](), dict[tuple[str, int], str](), dict[int, str]()
     best: Amounts = {}
     while True:
-        answers = take(nodes, probes, seconds)
-        passes.append(amounts_of(answers, notes))
-        for name, amounts in passes[-1].items():
-            known = best.setdefault(name, {})
-            known |= {node: max(own, known.get(node, 0.0)) for node, own in amounts.items()}
-        for task in tasks(nodes, probes):
-            slow |= {each: _SILENT for each in task[1] if (task, each) not in answers}
-        nodes = [node for node in nodes if node not in slow]
+        answers, found = take(nodes, probes, seconds), Amounts()
+        slow |= {node: _SILENT for node in nodes if node not in answers}
+        nodes = [node for node in nodes if node in answers]
+        for node in nodes:
+            for name, amount, note in answers[node].amounts:
+                if name in MEASURES:
+                    found.setdefault(name, {})[node] = amount
+                    known = best.setdefault(name, {})
+                    known[node] = max(amount, known.get(node, 0.0))
+                    notes[name, node] = sanitize(note)
+        passes.append(found)
         small = [each for each in suspects(passes) if each[2] in nodes]
         seconds = begin + _ALL_SECONDS - time.monotonic()
         if not small or len(passes) == _PASSES or seconds < 0:
@@ -266,23 +227,26 @@ def direct(
         if node in slow:
             slow[node] += f"; also small: {name}"
         elif sum(name in each for each in passes) >= _LEAST_PASSES:
-            note = f"; {notes[name, node]}" if (name, node) in notes else ""
-            slow[node] = f"{name} {own / median:.2f} of the median ({quantity(own, unit)}"
-            slow[node] += f" of {quantity(median, unit)}{note})"
+            note = "; ".join(filter(None, (quantity(median, unit), notes[name, node])))
+            slow[node] = (
+                f"{name} {own / median:.2f} of the median ({quantity(own, unit)} of {note})"
+            )
     columns = [
         (name, unit, medians[name]) for name, (_, unit) in MEASURES.items() if medians.get(name)
     ]
-    rows: dict[int, list[float | None]] = {}
-    for node in {node for of in best.values() for node in of}:
-        values = [(best[name].get(node), median) for name, _, median in columns]
-        rows[node] = [None if own is None else round(own / median, 3) for own, median in values]
     errors = {name: text for (name, _), text in notes.items() if not medians[name]}
     return {
         "seconds": round(time.monotonic() - begin, 1),
         "slow": slow,
         "findings": [f"{name} could not be measured: {text}" for name, text in errors.items()],
         "columns": columns,
-        "rows": rows,
+        "rows": {
+            node: [
+                round(best[name][node] / median, 3) if node in best[name] else None
+                for name, _, median in columns
+            ]
+            for node in {node for of in best.values() for node in of}
+        },
     }
 
 
@@ -314,37 +278,35 @@ def _meet(given: Mapping[str, Any]) -> dict[str, Any]:
             given["address"], given["port"], timeout=timeout, wait_for_workers=False, **options
         )
 
-    directs = given["listener"] is not None
-    server = store(is_master=True, master_listen_fd=given["listener"]) if directs else None
+    if given["listener"] is None:
+        _follow(store(), given)
+        return {}
+    server = store(is_master=True, master_listen_fd=given["listener"])
     following = threading.Thread(target=_follow, args=(store(), given), daemon=True)
     following.start()
-    found = _direct(store(), given) if directs else {}
-    following.join(_TIMEOUT.total_seconds() if directs else None)
-    del server
+    found = _direct(server, given)
+    following.join(_TIMEOUT.total_seconds())
     return found
 
 
 def _direct(store: Any, given: Mapping[str, Any]) -> dict[str, Any]:
-    """Direct the processes of all nodes."""
+    """Direct the processes of all nodes; return what the coordinator reports."""
     nodes, slow = list[int](), dict[int, str]()
     until = time.monotonic() + given["start_seconds"]
     for node in given["nodes"]:
         try:
-            _get(store, f"node{node}", timedelta(seconds=max(0.01, until - time.monotonic())))
+            _get(store, f"node{node}", until)
             nodes.append(node)
         except RuntimeError:
             slow[node] = "the measuring process has not started"
-    numbers = itertools.count()
+    end, numbers = time.monotonic() + SECONDS, itertools.count()
 
-    def take(nodes: list[int], probes: list[str], seconds: float) -> Answers:
-        number, answers, silent = next(numbers), dict[tuple[Task, int], Any](), set[int]()
+    def take(nodes: list[int], probes: list[str], seconds: float) -> dict[int, Answer]:
+        number, answers = next(numbers), dict[int, Answer]()
         store.set(f"pass{number}", json.dumps([nodes, probes, seconds]))
-        for index, task in enumerate(tasks(nodes, probes)):
-            for node in set(task[1]) - silent:
-                try:
-                    answers[task, node] = _get(store, f"{number}.{index}.{node}", 2 * _TIMEOUT)
-                except (RuntimeError, ValueError):
-                    silent.add(node)
+        for node in nodes:
+            with contextlib.suppress(RuntimeError, ValueError):  # it is silent, or wrong
+                answers[node] = codec.read(Answer, _get(store, f"{number}.{node}", end))
         return answers
 
     found = direct(nodes, take)
@@ -352,14 +314,14 @@ def _direct(store: Any, given: Mapping[str, Any]) -> dict[str, Any]:
     return found | {"slow": found["slow"] | slow}
 
 
-def _get(store: Any, key: str, timeout: timedelta) -> Any:
+def _get(store: Any, key: str, until: float) -> Any:
     """Return the value of a key.
 
     Raises:
-        RuntimeError: it is not there in time.
+        RuntimeError: it is not there at the monotonic time `until`.
         ValueError: it is not JSON.
     """
-    store.wait([key], timeout)
+    store.wait([key], timedelta(seconds=max(0.01, until - time.monotonic())))
     return json.loads(store.get(key))
 
 
@@ -373,37 +335,51 @@ def _follow(store: Any, given: Mapping[str, Any]) -> None:
         for number in itertools.count():
             if (plan := json.loads(store.get(f"pass{number}"))) is None:
                 return
-            until = time.monotonic() + plan.pop()
-            for index, (probe, nodes) in enumerate(tasks(*plan)):
-                if node in nodes:
-                    group, answer = PrefixStore(f"group{number}.{index}", store), None
-                    if time.monotonic() < until:
-                        answer = _answer(probe, nodes, node, group, Path(given["directory"]))
-                    store.set(f"{number}.{index}.{node}", json.dumps(answer))
+            nodes, probes, seconds = plan
+            until, group = time.monotonic() + seconds, PrefixStore(f"group{number}", store)
+            found = list[tuple[str, float, str]]()
+            for probe in probes if node in nodes else ():
+                found += _measured(probe, nodes, node, until, group, Path(given["directory"]))
+            store.set(f"{number}.{node}", json.dumps({"amounts": found}))
 
 
 # -- measures --------------------------------------------------------------------------------------
 
 
-def _answer(probe: str, nodes: Sequence[int], node: int, store: Any, directory: Path) -> Any:
-    """Return the amounts of a probe, its error, or None without a GPU."""
-    import torch
-
+def _measured(
+    probe: str, nodes: Sequence[int], node: int, until: float, store: Any, directory: Path
+) -> list[tuple[str, float, str]]:
+    """Return the part of a probe in the node's `Answer`; nothing without a GPU, or without time."""
+    names = [name for name, (of, _) in MEASURES.items() if of == probe]
     try:
-        if probe == CPU:
-            torch.set_num_threads(devices.usable_cores())
-            return _compute("cpu", _MATRIX, torch.float32, _COPIED)
-        if probe == DISK:
-            return _disk(directory)
-        if probe == PAIR:
-            return [_all_reduce(nodes, node, store)]
-        found: list[float] = []
-        for index in range(torch.cuda.device_count()):
-            found += _compute(f"cuda:{index}", _GPU_MATRIX, torch.float16, _GPU_COPIED)
-        return found or None
+        rows = _amounts(probe, nodes, node, until, store, directory)
     except Exception as error:
         text = getattr(error, "strerror", None) or str(error) or type(error).__name__
-        return text.strip().partition("\n")[0]
+        return [(name, 0.0, text.strip().partition("\n")[0]) for name in names]
+    found = list[tuple[str, float, str]]()
+    for name, amounts in zip(names, zip(*rows, strict=True), strict=False):
+        least = min(amounts)
+        found.append((name, least, f"GPU {amounts.index(least)}" if len(rows) > 1 else ""))
+    return found
+
+
+def _amounts(
+    probe: str, nodes: Sequence[int], node: int, until: float, store: Any, directory: Path
+) -> list[list[float]]:
+    """Return the amounts of a probe in a row for each device; no row if there is nothing to do."""
+    import torch
+
+    if time.monotonic() > until:
+        return []
+    if probe == CPU:
+        torch.set_num_threads(devices.usable_cores())
+        return [_compute("cpu", _MATRIX, torch.float32, _COPIED)]
+    if probe == DISK:
+        return [_disk(directory)]
+    if probe == PAIR:
+        return _pairs(nodes, node, until, store)
+    gpus = range(torch.cuda.device_count())
+    return [_compute(f"cuda:{index}", _GPU_MATRIX, torch.float16, _GPU_COPIED) for index in gpus]
 
 
 def _rate(work: float, do: Callable[[], object], seconds: float) -> float:
@@ -460,7 +436,22 @@ def _disk(directory: Path) -> list[float]:
         return [write_rate, _rate(written / 1e6, read, _MEASURE_SECONDS / 2)]
 
 
-def _all_reduce(nodes: Sequence[int], node: int, store: Any) -> float:
+def _pairs(nodes: Sequence[int], node: int, until: float, store: Any) -> list[list[float]]:
+    """Return the upper median of the all-reduces of a node: a slow partner has one of them."""
+    amounts, error = list[float](), None
+    for index, pair in enumerate(pairs_of(nodes)):
+        if node in pair and time.monotonic() < until:
+            try:
+                amounts.append(_all_reduce(pair, node, store, index))
+            except Exception as failed:
+                amounts.append(0.0)
+                error = failed
+    if error is not None and not statistics.median_high(amounts):
+        raise error
+    return [[statistics.median_high(amounts)]] if amounts else []
+
+
+def _all_reduce(pair: Sequence[int], node: int, store: Any, number: int) -> float:
     """Return the bus bandwidth of an all-reduce of two nodes: GB/s that each of them sends."""
     import torch
     from torch import distributed
@@ -468,12 +459,12 @@ def _all_reduce(nodes: Sequence[int], node: int, store: Any) -> float:
     torch.set_num_threads(1)  # the network is measured, not the addition
     gpus = torch.cuda.device_count() if distributed.is_nccl_available() else 0
     # Another GPU, and so another network card, with each partner.
-    device = f"cuda:{sum(nodes) % gpus}" if gpus else "cpu"
+    device = f"cuda:{sum(pair) % gpus}" if gpus else "cpu"
     distributed.init_process_group(
         "nccl" if gpus else "gloo",
-        store=store,
-        rank=list(nodes).index(node),
-        world_size=len(nodes),
+        store=distributed.PrefixStore(str(number), store),
+        rank=pair.index(node),
+        world_size=2,
         timeout=_TIMEOUT,
     )
     size, times = _GPU_REDUCED if gpus else _REDUCED, list[float]()

@@ -1,41 +1,56 @@
-"""The preflight's decisions: tasks, comparison of hosts, the table."""
+"""The preflight's decisions: pairs, comparison of hosts, the table."""
 
 from __future__ import annotations
 
 import json
 import random
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from clusterjob.node import preflight
-from clusterjob.node.preflight import CPU, DISK, GPU, MEASURES, PAIR, HeatTable, is_slow
+from clusterjob.node.preflight import CPU, DISK, GPU, MEASURES, PAIR, Answer, HeatTable, is_slow
+from clusterjob.node.system import codec
+from clusterjob.node.system.codec import MalformedMessageError
 
-# The answer of a node to a probe: amounts, an error, or None; `...` for a silent node.
-Answer = Callable[[str, int], Any]
+# What a node says to a probe: amounts, an error, or None; `...` for a silent node.
+Said = Callable[[str, int], Any]
 
 
 class Measured:
     """Nodes that were measured with these answers; each pass takes 4 s."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, nodes: int, answer: Answer) -> None:
-        self.now, self._answer = 0.0, answer
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, nodes: int, say: Said) -> None:
+        self.now, self._say = 0.0, say
         self.passes: list[list[str]] = []
         monkeypatch.setattr(preflight, "time", SimpleNamespace(monotonic=lambda: self.now))
         self.found = preflight.direct([*range(nodes)], self._take)
         self.slow = self.found["slow"]
 
-    def _take(self, nodes: list[int], probes: list[str], _: float) -> preflight.Answers:
+    def _take(self, nodes: list[int], probes: list[str], _: float) -> dict[int, Answer]:
         self.now += 4.0
         self.passes.append(probes)
-        asked = [(task, node) for task in preflight.tasks(nodes, probes) for node in task[1]]
-        answers = {each: self._answer(each[0][0], each[1]) for each in asked}
-        return {each: answer for each, answer in answers.items() if answer is not ...}
+        said = {node: {probe: self._say(probe, node) for probe in probes} for node in nodes}
+        return {node: answer_of(of) for node, of in said.items() if ... not in of.values()}
 
 
-Measure = Callable[[int, Answer], Measured]
+def answer_of(said: dict[str, Any]) -> Answer:
+    amounts: list[tuple[str, float, str]] = []
+    for name, (probe, _) in MEASURES.items():
+        index = [each for each, (of, _) in MEASURES.items() if of == probe].index(name)
+        value = said.get(probe)
+        if isinstance(value, str):
+            amounts.append((name, 0.0, value))
+        elif value is not None:
+            amounts.append((name, value[index], ""))
+    return Answer(tuple(amounts))
+
+
+Measure = Callable[[int, Said], Measured]
 
 
 @pytest.fixture
@@ -49,19 +64,12 @@ def usual(probe: str, _node: int) -> Any:
     return None if probe == GPU else [random.uniform(90, 100) for _ in range(count)]
 
 
-def but(probe: str, node: int, answer: Any) -> Answer:
+def but(probe: str, node: int, answer: Any) -> Said:
     """Return the usual answers, but another one for one probe of one node."""
     return lambda *asked: answer if asked == (probe, node) else usual(*asked)
 
 
-# -- tasks -----------------------------------------------------------------------------------------
-
-
-def test_each_node_takes_each_probe_and_is_in_pairs_of_a_few_rounds() -> None:
-    found = preflight.tasks(range(8), [CPU, PAIR])
-    assert [nodes for probe, nodes in found if probe == CPU] == [(node,) for node in range(8)]
-    assert sum(probe == PAIR for probe, _ in found) == 5 * 4
-    assert not preflight.tasks([0], [PAIR])
+# -- pairs -----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("nodes", [2, 3, 5, 8, 33])
@@ -70,6 +78,38 @@ def test_pairs_are_a_tournament(nodes: int) -> None:
     assert len(set(map(frozenset, found))) == len(found) == nodes * (nodes - 1) // 2
     members = [node for pair in preflight.pairs_of(range(nodes), 1) for node in pair]
     assert len(members) == len(set(members)) >= nodes - 1
+    assert not preflight.pairs_of([0])
+
+
+@pytest.mark.parametrize(
+    "rates",
+    [{1: 9.0, 2: 8.0, 3: 1.0, 4: 7.0}, {1: 9.0, 2: None, 3: 8.0, 4: None}],
+    ids=["slow partner", "broken partners"],
+)
+def test_partner_that_is_slow_or_broken_makes_no_other_node_slow(
+    monkeypatch: pytest.MonkeyPatch, rates: dict[int, float | None]
+) -> None:
+    monkeypatch.setattr(preflight, "_all_reduce", partner(rates))
+    assert preflight._pairs(range(5), 0, time.monotonic() + 9.0, None) == [[8.0]]
+    assert preflight._pairs(range(5), 0, 0.0, None) == [], "no time is left"
+
+
+def test_node_whose_all_reduces_fail_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(preflight, "_all_reduce", partner({}))
+    with pytest.raises(RuntimeError, match="gloo is broken"):
+        preflight._pairs(range(5), 0, time.monotonic() + 9.0, None)
+
+
+def partner(rates: Mapping[int, float | None]) -> Callable[..., float]:
+    """Return all-reduces with these rates by partner, or an error."""
+
+    def all_reduce(pair: tuple[int, int], node: int, _store: Any, _number: int) -> float:
+        rate = rates.get(sum(pair) - node)
+        if rate is None:
+            raise RuntimeError("gloo is broken\nat line 1")
+        return rate
+
+    return all_reduce
 
 
 # -- comparison ------------------------------------------------------------------------------------
@@ -118,13 +158,30 @@ def test_host_with_an_error_is_named_with_the_error(measure: Measure) -> None:
     assert "also small: disk read" in text
 
 
-def test_slowest_gpu_of_a_host_is_named(measure: Measure) -> None:
-    def answer(probe: str, node: int) -> Any:
-        if probe != GPU:
-            return usual(probe, node)
-        return [9.0, 9.0, 9.0, 1.0 if node == 1 else 9.0]  # of two GPUs
+def test_answer_names_the_slowest_gpu_or_the_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    def measured(probe: str, amounts: Callable[..., Any]) -> Any:
+        monkeypatch.setattr(preflight, "_amounts", amounts)
+        return preflight._measured(probe, [0], 0, 0.0, None, Path())
 
-    assert measure(3, answer).slow == {1: "GPU memory 0.11 of the median (1 GB/s of 9 GB/s; GPU 1)"}
+    found = measured(GPU, lambda *_: [[9.0, 9.0], [9.0, 1.0]])
+    assert found == [("GPU matrix multiply", 9.0, "GPU 0"), ("GPU memory", 1.0, "GPU 1")]
+    assert measured(CPU, lambda *_: [[9.0, 8.0]]) == [
+        ("matrix multiply", 9.0, ""),
+        ("memory", 8.0, ""),
+    ]
+    assert measured(GPU, lambda *_: []) == [], "there is no GPU"
+    error = OSError(28, "No space left")
+    assert measured(PAIR, lambda *_: (_ for _ in ()).throw(error)) == [
+        ("all-reduce", 0.0, "No space left")
+    ]
+
+
+def test_note_is_shown_behind_the_amount() -> None:
+    answers = {
+        node: Answer((("GPU memory", 1.0 if node == 1 else 9.0, "GPU 3"),)) for node in range(3)
+    }
+    found = preflight.direct([0, 1, 2], lambda *_: answers)
+    assert found["slow"] == {1: "GPU memory 0.11 of the median (1 GB/s of 9 GB/s; GPU 3)"}
 
 
 def test_measure_that_fails_everywhere_blames_nobody(measure: Measure) -> None:
@@ -133,13 +190,16 @@ def test_measure_that_fails_everywhere_blames_nobody(measure: Measure) -> None:
     assert found.found["findings"] == ["all-reduce could not be measured: gloo is broken"]
 
 
-def test_host_that_lies_about_its_pairs_blames_only_itself(measure: Measure) -> None:
-    assert list(measure(5, but(PAIR, 2, [0.0])).slow) == [2]
+@pytest.mark.parametrize("wrong", [float("nan"), -1.0, "1", True, None])
+def test_wrong_answer_is_refused(wrong: Any) -> None:
+    with pytest.raises(MalformedMessageError):
+        codec.read(Answer, {"amounts": [["memory", wrong, ""]]})
 
 
-@pytest.mark.parametrize("wrong", [[float("nan")] * 2, [-1.0, 1.0], ["1", 1], [True, 1], [1.0], {}])
-def test_wrong_answer_is_an_error_of_its_node(measure: Measure, wrong: Any) -> None:
-    assert "a wrong answer" in measure(4, but(CPU, 2, wrong)).slow[2]
+def test_unknown_measure_is_ignored() -> None:
+    answer = Answer((("memory", 1.0, ""), ("a lie", 1.0, "")))
+    found = preflight.direct([0], lambda *_: {0: answer})
+    assert [name for name, *_ in found["columns"]] == ["memory"]
 
 
 def test_silent_process_is_named_and_asked_once(measure: Measure) -> None:
