@@ -26,7 +26,7 @@ from clusterjob.node.logs.events import EventLog, Straggler, read_events
 from clusterjob.node.logs.log_files import node_directory
 from clusterjob.node.metrics import stragglers
 from clusterjob.node.metrics.samples import NodeFacts, Sample, SampleWriter, WorkerSample
-from clusterjob.node.metrics.stragglers import Lateness, StragglerWatch, Wait
+from clusterjob.node.metrics.stragglers import StragglerWatch, Wait
 from clusterjob.node.rendezvous import messages
 from clusterjob.node.verdict import JobState
 from clusterjob.node.workers import forkserver_messages, torch_patches
@@ -95,9 +95,8 @@ def test_process_whose_timers_are_never_read_sends_nothing(clock: Any, sent: Sen
 # -- the rule --------------------------------------------------------------------------------------
 
 
-def late_in(waits: dict[int, Wait]) -> dict[int, Lateness]:
-    found = stragglers.compare(waits)
-    return {rank: each for rank, each in found.items() if each.reaches(stragglers.SHARE)}
+def late_in(waits: dict[int, Wait]) -> dict[int, Wait]:
+    return {rank: each for rank, each in stragglers.compare(waits).items() if each.is_long}
 
 
 def even(count: int, step: float = 0.5, waited: float = 0.05) -> dict[int, Wait]:
@@ -113,7 +112,7 @@ def test_ranks_that_wait_less_than_half_of_the_ranks_are_late(late: list[int], c
     waits = even(count, waited=0.45) | {rank: Wait(0.5, 0.05) for rank in late}
     found = late_in(waits)
     assert sorted(found) == late
-    assert found[late[0]] == Lateness(pytest.approx(0.4), step=0.5)
+    assert found[late[0]] == Wait(0.5, pytest.approx(0.4))
     assert found[late[0]].waited / found[late[0]].step == pytest.approx(0.8)
 
 
