@@ -12,7 +12,6 @@ from typing import Any
 
 from clusterjob.node import job_processes
 from clusterjob.node.agent.node_workers import NodeWorkers
-from clusterjob.node.contract import World
 from clusterjob.node.environments import this_node
 from clusterjob.node.logs.events import Phase, PhaseBegin, read_phases
 from clusterjob.node.metrics.samples import GpuSample, NodeFacts, Sample, SampleWriter, Usage
@@ -38,17 +37,18 @@ class NodeMetrics:
         self._begin = time.monotonic()
         self._node = node
         self._workers = workers
-        self._restart = 0
         self._server: asyncio.Server | None = None
         self._usage = Usage()
         self._latest: tuple[NodeFacts, Sample] | None = None
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="metrics", daemon=True)
 
-    async def serve(self) -> None:
-        """Serve the metrics on --metrics-port; if the port is in use, print one line."""
-        port, topology = self._node.options.metrics_port, self._node.topology
-        if not port:
+    async def start(self) -> None:
+        """Begin the samples, and serve them on --metrics-port; if it is in use, print one line."""
+        options, topology = self._node.options, self._node.topology
+        if options.metrics:
+            self._thread.start()
+        if not (port := options.metrics_port):
             return
         if topology.nnodes > 1 and topology.master_addr in ("127.0.0.1", "localhost"):
             port += topology.node_rank  # all nodes are on this machine
@@ -66,18 +66,12 @@ class NodeMetrics:
                 f"node {topology.node_rank} serves no metrics on port {port}: {why}"
             )
 
-    def begin_round(self, world: World) -> None:
-        """Follow the workers of a round that starts; the first one starts the samples."""
-        self._restart = world.restart
-        if self._node.options.metrics and self._thread.ident is None:
-            self._thread.start()
-
     def end(self) -> dict[str, Any]:
         """End the samples; return their sums and the durations for the end record."""
         if self._server is not None:
             self._server.close()
         self._stop.set()
-        if self._thread.ident is not None:
+        if self._node.options.metrics:
             self._thread.join(1.0)  # a sample takes milliseconds, unless the disk hangs
         begins = [
             each
@@ -127,12 +121,12 @@ class NodeMetrics:
                 facts = replace(facts, gpus=state[0])
             waits = {
                 rank: {"step": 1000 * wait.step, "waited": 1000 * wait.waited}
-                for rank, wait in self._workers.waits.newest().items()
+                for rank, wait in self._workers.waits().items()
             }
             sample = Sample(
                 time.time(),
                 time.monotonic(),
-                restart=self._restart,
+                restart=self._workers.report.state.round,
                 quiet=time.monotonic() - self._workers.report.alive_at,
                 **machine.sample(),
                 workers=workers.sample(waits),
