@@ -18,7 +18,6 @@ import os
 import statistics
 import sys
 import tempfile
-import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -272,27 +271,31 @@ def _meet(given: Mapping[str, Any]) -> dict[str, Any]:
     """Meet the processes of the other nodes; return the result if this one directs them."""
     from torch.distributed import TCPStore
 
-    def store(**options: Any) -> Any:
-        timeout = timedelta(seconds=given["start_seconds"] + SECONDS)
-        return TCPStore(
-            given["address"], given["port"], timeout=timeout, wait_for_workers=False, **options
-        )
-
-    if given["listener"] is None:
-        _follow(store(), given)
-        return {}
-    server = store(is_master=True, master_listen_fd=given["listener"])
-    following = threading.Thread(target=_follow, args=(store(), given), daemon=True)
-    following.start()
-    found = _direct(server, given)
-    following.join(_TIMEOUT.total_seconds())
-    return found
+    store: Any = TCPStore(
+        given["address"],
+        given["port"],
+        is_master=given["listener"] is not None,
+        master_listen_fd=given["listener"],
+        timeout=timedelta(seconds=given["start_seconds"] + SECONDS),
+        wait_for_workers=False,
+    )
+    if given["listener"] is not None:
+        return _direct(store, given)
+    with contextlib.suppress(RuntimeError):  # the store has ended, and its director with it
+        store.set(f"node{given['node']}", "true")
+        for number in itertools.count():
+            if (plan := json.loads(store.get(f"pass{number}"))) is None:
+                break
+            _take_part(store, given, number, *plan)
+            store.set_timeout(timedelta(seconds=SECONDS))  # for a director that hangs
+    return {}
 
 
 def _direct(store: Any, given: Mapping[str, Any]) -> dict[str, Any]:
     """Direct the processes of all nodes; return what the coordinator reports."""
     nodes, slow = list[int](), dict[int, str]()
     until = time.monotonic() + given["start_seconds"]
+    store.set(f"node{given['node']}", "true")
     for node in given["nodes"]:
         try:
             _get(store, f"node{node}", until)
@@ -304,6 +307,7 @@ def _direct(store: Any, given: Mapping[str, Any]) -> dict[str, Any]:
     def take(nodes: list[int], probes: list[str], seconds: float) -> dict[int, Answer]:
         number, answers = next(numbers), dict[int, Answer]()
         store.set(f"pass{number}", json.dumps([nodes, probes, seconds]))
+        _take_part(store, given, number, nodes, probes, seconds)
         for node in nodes:
             with contextlib.suppress(RuntimeError, ValueError):  # it is silent, or wrong
                 answers[node] = codec.read(Answer, _get(store, f"{number}.{node}", end))
@@ -312,6 +316,24 @@ def _direct(store: Any, given: Mapping[str, Any]) -> dict[str, Any]:
     found = direct(nodes, take)
     store.set(f"pass{next(numbers)}", "null")
     return found | {"slow": found["slow"] | slow}
+
+
+def _take_part(
+    store: Any,
+    given: Mapping[str, Any],
+    number: int,
+    nodes: list[int],
+    probes: list[str],
+    seconds: float,
+) -> None:
+    """Measure this node in one pass, and tell its director the answer."""
+    from torch.distributed import PrefixStore
+
+    node, directory, until = given["node"], Path(given["directory"]), time.monotonic() + seconds
+    found, group = list[tuple[str, float, str]](), PrefixStore(f"group{number}", store)
+    for probe in probes if node in nodes else ():
+        found += _measured(probe, nodes, node, until, group, directory)
+    store.set(f"{number}.{node}", json.dumps({"amounts": found}))
 
 
 def _get(store: Any, key: str, until: float) -> Any:
@@ -323,24 +345,6 @@ def _get(store: Any, key: str, until: float) -> Any:
     """
     store.wait([key], timedelta(seconds=max(0.01, until - time.monotonic())))
     return json.loads(store.get(key))
-
-
-def _follow(store: Any, given: Mapping[str, Any]) -> None:
-    """Take this node's part in each pass until the last one."""
-    from torch.distributed import PrefixStore
-
-    node = given["node"]
-    with contextlib.suppress(RuntimeError):  # the store has ended, and its director with it
-        store.set(f"node{node}", "true")
-        for number in itertools.count():
-            if (plan := json.loads(store.get(f"pass{number}"))) is None:
-                return
-            nodes, probes, seconds = plan
-            until, group = time.monotonic() + seconds, PrefixStore(f"group{number}", store)
-            found = list[tuple[str, float, str]]()
-            for probe in probes if node in nodes else ():
-                found += _measured(probe, nodes, node, until, group, Path(given["directory"]))
-            store.set(f"{number}.{node}", json.dumps({"amounts": found}))
 
 
 # -- measures --------------------------------------------------------------------------------------
