@@ -163,17 +163,15 @@ class Agent:
         kept, attempt = self._parent.note.read(), self._node.identity.attempt
         why = self._parent.why or f"the agent of node {self._node_rank} was started again"
         lost = ConnectionLost(why, ended=True)
-        coordinated = kept.get("coordinates", self._node_rank == 0)
-        if coordinated:
-            self._earlier = succession.from_disk(self._node.directory, attempt, why=why)
-        if self._earlier is not None:
-            # Another node may have become the coordinator meanwhile.
-            self._parent.keep(successors=list(self._earlier.state.addresses))
-            verdict = await self._join(lost, _LOOK_SECONDS)
-        elif coordinated:
-            await self._coordinate(None)
-        else:
+        if not kept.get("coordinates", self._node_rank == 0):
             verdict = await self._join(lost if kept.get("joined") else None)
+        elif earlier := succession.from_disk(self._node.directory, attempt, why=why):
+            # Another node may have become the coordinator meanwhile.
+            self._earlier = earlier
+            self._parent.keep(successors=list(earlier.state.addresses))
+            verdict = await self._join(lost, _LOOK_SECONDS)
+        else:
+            await self._coordinate(None)
         while verdict is None:
             match await self._orders.get():
                 case messages.End() as end:

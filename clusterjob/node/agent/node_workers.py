@@ -14,7 +14,6 @@ from dataclasses import replace
 from typing import Any, TypeVar
 
 from clusterjob.node import contract, job_processes
-from clusterjob.node.contract import World
 from clusterjob.node.environments import this_node, worker_variables
 from clusterjob.node.logs import ends, log_files
 from clusterjob.node.logs.events import Phase, PhaseBegin, PhaseLog
@@ -232,8 +231,9 @@ class NodeWorkers:
         self._phases = PhaseLog(job_dir, node_rank)
         self._ranks: dict[int, Phase] = {}  # the current phase by local rank
         self._phases_left = 0  # phases of ranks that may still be recorded in this round
-        # Local ranks that have begun, and completed, a group, and that import torch now.
-        self._joined, self._formed, self._importing = set[int](), set[int](), set[int]()
+        # The local ranks that have begun a process group, and whether it is formed.
+        self._formed: dict[int, bool] = {}
+        self._importing = set[int]()  # local ranks that import torch now
         self.flight_recorder = FlightRecorder(job_dir, node_rank, attempt)
         self.failures = Failures(
             node_rank,
@@ -256,17 +256,11 @@ class NodeWorkers:
             torchrun=self.failures.under_torchrun,
         )
         self.timeline.follow(itertools.chain.from_iterable(pairs))
-        self._status, self._waits = WorkerStatus(self.failures, world), {}
+        self._status = WorkerStatus(self.failures, world)
+        self._ranks, self._formed, self._importing, self._waits = {}, {}, set(), {}
         if self.forkserver.error:
             self.fail_node(self.forkserver.error)
             return
-        message = forkserver_messages.StartRound(world, self._variables(world))
-        store = order.store if isinstance(order, OrderWithStore) else None
-        if self.forkserver.start_round(message, store):
-            self._on_started()
-
-    def _variables(self, world: World) -> dict[str, str]:
-        """Return the environment variables of all workers of a round."""
         job = self._node.identity
         variables = {
             contract.JOB_ID: job.job_id,
@@ -279,12 +273,16 @@ class NodeWorkers:
         }
         if self._node.options.metrics:
             variables[contract.WAITS] = "1"
-        return (
+        variables = (
             worker_variables.quiet_defaults(os.environ, world.master_addr, nnodes=world.nnodes)
             | worker_variables.cpu_defaults(os.environ, world.gpus)
             | variables
             | self.flight_recorder.variables(os.environ, world.restart)
         )
+        message = forkserver_messages.StartRound(world, variables)
+        store = order.store if isinstance(order, OrderWithStore) else None
+        if self.forkserver.start_round(message, store):
+            self._on_started()
 
     def stop(self, stop: Stop) -> None:
         """Stop the workers."""
@@ -357,7 +355,6 @@ class NodeWorkers:
         assert self._status is not None
         nproc, is_python = self._status.world.nproc, self._node.options.program.is_python
         self._phases_left = _MAX_PHASES * nproc
-        self._joined, self._formed, self._importing = set(), set(), set()
         self.begin_phase(Phase.RUNNING)
         self._ranks = dict.fromkeys(range(nproc), Phase.SETUP)
         for local_rank in self._ranks:
@@ -407,10 +404,9 @@ class NodeWorkers:
             self.report.set(by_exec=why[:300])
 
     def _on_store_exited(self, message: forkserver_messages.StoreExited) -> None:
-        ended = how(*processes.exit_code_of(message.status))
+        ended = f"torch's store was lost ({how(*processes.exit_code_of(message.status))})"
         last = log_files.last_lines(self.failures.directory / STORE_LOG, 1)
-        why = ": ".join([f"torch's store was lost ({ended})", *last])
-        self._add_failure(why, FailureKind.PROCESS_LOST)
+        self._add_failure(": ".join([ended, *last]), FailureKind.PROCESS_LOST)
 
     def _on_forkserver_exited(self) -> str:
         """Report the end of the forkserver; the kernel has killed the workers with it."""
@@ -456,7 +452,7 @@ class NodeWorkers:
         else:
             if not torchrun:
                 status.exits[local_rank] = message.monotonic
-            self.report.succeed(ranks)
+            self.report.set(succeeded=(*self.report.state.succeeded, *ranks))
         if len(status.ended) == status.world.nproc:
             self.begin_phase(Phase.ENDED)
             self.report.set(ended=True)
@@ -492,10 +488,13 @@ class NodeWorkers:
             for local_rank, phase in self._ranks.items():
                 if phase is Phase.IMPORT and (local_rank in ranks or None in ranks):
                     self._begin_rank_phase(local_rank, Phase.RUNNING, detail="first output")
-        joined, formed, importing = len(self._joined), len(self._formed), bool(self._importing)
-        known = self.report.state
-        if (joined, formed, importing) != (known.joined, known.formed, known.importing):
-            self.report.set(joined=joined, formed=formed, importing=importing)
+        counts = {
+            "joined": len(self._formed),
+            "formed": sum(self._formed.values()),
+            "importing": bool(self._importing),
+        }
+        if replace(self.report.state, **counts) != self.report.state:
+            self.report.set(**counts)
 
     def _on_worker_phase(self, message: forkserver_messages.WorkerPhase) -> None:
         """Record a phase that a worker reports; ignore phases that it cannot have."""
@@ -508,9 +507,8 @@ class NodeWorkers:
             self._importing.add(local_rank)
         elif message.phase in _FROM_WORKER:
             phase = Phase(message.phase)
-            self._joined.add(local_rank)
-            if phase is Phase.RUNNING:
-                self._formed.add(local_rank)
+            # A rank may form more groups.
+            self._formed[local_rank] = phase is Phase.RUNNING or self._formed.get(local_rank, False)
             at = min(max(message.monotonic, status.started or 0.0), time.monotonic())
             self._begin_rank_phase(local_rank, phase, at=at)
 
