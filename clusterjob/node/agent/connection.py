@@ -6,7 +6,7 @@ import asyncio
 import itertools
 import math
 import time
-from collections.abc import Callable, Coroutine, Iterable, Sequence
+from collections.abc import Callable, Coroutine, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -162,7 +162,12 @@ class Search:
                         return channel
             return None
         finally:
-            await _stop(attempts)
+            # One that went on would join a coordinator that starts in this process.
+            for task in attempts:
+                task.cancel()
+            for found in await asyncio.gather(*attempts, return_exceptions=True):
+                if isinstance(found, Channel):
+                    await found.close()
 
     def _error(self) -> str:
         """Return why no coordinator was found until now."""
@@ -221,7 +226,8 @@ class Search:
             _ATTEMPT_ERRORS: the coordinator does not listen there.
         """
         connecting = asyncio.open_connection(address, port, limit=protocol.LINE_BYTES)
-        reader, writer = await asyncio.wait_for(connecting, connect_seconds)
+        # Not asyncio.wait_for: before Python 3.12 it may lose a cancellation.
+        reader, writer = await protocol.answer_of(connecting, connect_seconds)
         left = self.deadline - time.monotonic()
         try:
             return await protocol.join(
@@ -245,17 +251,3 @@ def _reason(error: BaseException) -> str:
     if isinstance(error, ConnectionRefusedError):
         return "connection refused"
     return getattr(error, "strerror", None) or str(error) or type(error).__name__
-
-
-async def _stop(attempts: Sequence[asyncio.Task[Channel | None]]) -> None:
-    """End all attempts: one that went on would join a coordinator that starts in this process.
-
-    Before Python 3.12, asyncio.wait_for loses a cancellation that arrives with its result.
-    """
-    for attempt in attempts:
-        while not attempt.done():
-            attempt.cancel()
-            await asyncio.wait([attempt], timeout=_FIRST_PAUSE)
-        joined = not attempt.cancelled() and attempt.exception() is None
-        if joined and (channel := attempt.result()) is not None:
-            await channel.close()
