@@ -504,16 +504,14 @@ class Agent:
 
         After another error, the other nodes may go on.
         """
-        if isinstance(error, ClusterJobError):
-            why = error.message
-        else:
-            who = f"the agent of node {self._node_rank} on {this_node.node_name()}"
-            why = f"{who} (pid {os.getpid()}) failed: {crashes.summary(error)}"
-        verdict = self._own_verdict(JobState.FAILED, why)
-        if self._coordinator is not None and not isinstance(error, ClusterJobError):
-            self._coordinator.membership.broadcast(messages.End(verdict))
         if self._coordinating is not None:
             self._coordinating.cancel()
+        if isinstance(error, ClusterJobError):
+            return self._own_verdict(JobState.FAILED, error.message)
+        who = f"the agent of node {self._node_rank} on {this_node.node_name()} (pid {os.getpid()})"
+        verdict = self._own_verdict(JobState.FAILED, f"{who} failed: {crashes.summary(error)}")
+        if self._coordinator is not None:
+            self._coordinator.membership.broadcast(messages.End(verdict))
         return verdict
 
     async def _end(self, verdict: Verdict) -> None:
