@@ -197,14 +197,18 @@ class Search:
                 addresses = await asyncio.to_thread(network.addresses_of, host)
             except OSError as error:
                 self.errors[ports[0]] = _reason(error)
-                no_server = isinstance(error, network.NoNameServerError)
-                late = no_server or time.monotonic() > begin + _RESOLVE_SECONDS
-                if late and self.first and self.node.topology.source in _MACHINE_NAMES:
+                late = time.monotonic() > begin + _RESOLVE_SECONDS
+                if (
+                    (late or isinstance(error, network.NoNameServerError))
+                    and self.first
+                    and self.node.topology.source in _MACHINE_NAMES
+                ):
                     return None
             for port, address in itertools.product(ports, addresses):
-                seconds = _CONNECT_SECONDS / len(addresses)
                 try:
-                    return await self._attempt(address, port, seconds, proof_seconds)
+                    return await self._attempt(
+                        address, port, _CONNECT_SECONDS / len(addresses), proof_seconds
+                    )
                 except _ATTEMPT_ERRORS as error:
                     self.errors[port] = _reason(error)
                 except protocol.RefusedError as error:
