@@ -1,17 +1,15 @@
 """Measure all nodes before the first round, and name the slow ones.
 
 The agent of each node runs this module as a process with torch. The processes meet in a store of
-torch. In each pass they all take the same measures. The process on the coordinator's node directs:
-it says what the next pass measures, and compares the values.
+torch, and all take the same measures several times. The one on the coordinator's node compares the
+values.
 
-A node is slow if a value of it is small in every pass: load that comes and goes makes values
-smaller, but not each time that of the same node.
+The best value of a node counts: load that comes and goes makes values smaller, but not each time.
 """
 
 from __future__ import annotations
 
 import contextlib
-import itertools
 import json
 import math
 import os
@@ -30,10 +28,8 @@ from clusterjob.node.system.codec import Limit, MalformedMessageError
 from clusterjob.node.system.sanitize import sanitize
 
 SECONDS = 20.0  # the longest preflight, from when all processes have started
-# Seconds in which the tasks of the first pass begin, and those of all passes.
-_FIRST_SECONDS, _ALL_SECONDS = 9.0, 15.0
+_TIMES, _BEGIN_SECONDS = 3, 12.0  # how often a node measures, within seconds to begin a probe
 _TIMEOUT = timedelta(seconds=4)  # of an answer, and of a connection between nodes
-_PASSES, _LEAST_PASSES = 4, 2  # in which a slow node is small
 _MEASURE_SECONDS, _REDUCTIONS = 0.3, 8
 _ROUNDS = 5  # of pairs
 _MATRIX, _GPU_MATRIX = 768, 8192  # rows
@@ -41,7 +37,6 @@ _COPIED, _GPU_COPIED = 64 << 20, 512 << 20  # bytes; larger than a usual cache
 _CHUNK, _WRITTEN = 1 << 20, 64 << 20  # bytes; a slow disk gets fewer
 _REDUCED, _GPU_REDUCED = 4 << 20, 64 << 20  # bytes of an all-reduce
 _MAX_TEXT, _MAX_NAME = 300, 80  # characters
-_SILENT = "the measuring process does not answer"
 
 CPU, PAIR, GPU, DISK = PROBES = ("cpu", "pair", "gpu", "disk")
 # The probe and the unit of each measure, in the order of the probe's amounts.
@@ -54,7 +49,6 @@ MEASURES = {
     "disk write": (DISK, "MB/s"),
     "disk read": (DISK, "MB/s"),
 }
-Amounts = dict[str, dict[int, float]]  # by measure and node
 
 
 # -- the table -------------------------------------------------------------------------------------
@@ -150,7 +144,7 @@ def _name(text: str) -> str:
 
 @dataclass(frozen=True)
 class Answer:
-    """What one node has measured in a pass.
+    """What one node has measured.
 
     Attributes:
         amounts: the measures, each with its amount and a note: its error, or the slowest GPU. An
@@ -175,76 +169,44 @@ def pairs_of(nodes: Sequence[int], rounds: int = _ROUNDS) -> list[tuple[int, int
     return found
 
 
-def suspects(passes: Sequence[Amounts]) -> list[tuple[float, str, int]]:
-    """Return what was small in all passes that measured it: part of the median, measure, node."""
-    found = []
-    for name in passes[0]:
-        parts = [_small(each[name]) for each in passes if name in each]
-        always = set.intersection(*map(set, parts))
-        found += [(max(part[node] for part in parts), name, node) for node in always]
-    return sorted(found, key=lambda each: each[0])
-
-
-def _small(amounts: Mapping[int, float]) -> dict[int, float]:
-    median = statistics.median(amounts.values())
-    return {node: own / median for node, own in amounts.items() if own < THRESHOLD * median}
-
-
-def direct(
-    nodes: list[int], take: Callable[[list[int], list[str], float], Mapping[int, Answer]]
-) -> dict[str, Any]:
-    """Measure all nodes, and suspects again; return what the coordinator reports.
-
-    Args:
-        nodes: the nodes; those that do not answer are removed.
-        take: lets nodes take probes that begin within some seconds; returns the answers in time.
-    """
-    begin, seconds, probes = time.monotonic(), _FIRST_SECONDS, list(PROBES)
-    passes, notes, slow = list[Amounts](), dict[tuple[str, int], str](), dict[int, str]()
-    best: Amounts = {}
-    while True:
-        answers, found = take(nodes, probes, seconds), Amounts()
-        slow |= {node: _SILENT for node in nodes if node not in answers}
-        nodes = [node for node in nodes if node in answers]
-        for node in nodes:
-            for name, amount, note in answers[node].amounts:
-                if name in MEASURES:
-                    found.setdefault(name, {})[node] = amount
-                    known = best.setdefault(name, {})
-                    known[node] = max(amount, known.get(node, 0.0))
-                    notes[name, node] = sanitize(note)
-        passes.append(found)
-        small = [each for each in suspects(passes) if each[2] in nodes]
-        seconds = begin + _ALL_SECONDS - time.monotonic()
-        if not small or len(passes) == _PASSES or seconds < 0:
-            break
-        worst = {node: name for _, name, node in reversed(small)}  # the smallest of each node
-        probes = sorted({MEASURES[name][0] for name in worst.values()})
-    medians = {name: statistics.median(of.values()) for name, of in best.items()}
-    for _, name, node in small:
-        own, median, unit = best[name][node], medians[name], MEASURES[name][1]
+def compare(answers: Mapping[int, Answer]) -> dict[str, Any]:
+    """Compare what the nodes have measured; return what the coordinator reports."""
+    found, notes = dict[str, dict[int, float]](), dict[tuple[str, int], str]()
+    for node, answer in answers.items():
+        for name, amount, note in answer.amounts:
+            if name in MEASURES:
+                found.setdefault(name, {})[node] = amount
+                notes[name, node] = sanitize(note)
+    medians = {name: statistics.median(of.values()) for name, of in found.items()}
+    small = sorted(
+        (own / medians[name], name, node)
+        for name, of in found.items()
+        for node, own in of.items()
+        if own < THRESHOLD * medians[name]
+    )
+    slow = dict[int, str]()
+    for part, name, node in small:
         if node in slow:
             slow[node] += f"; also small: {name}"
-        elif sum(name in each for each in passes) >= _LEAST_PASSES:
+        else:
+            median, unit = medians[name], MEASURES[name][1]
             note = "; ".join(filter(None, (quantity(median, unit), notes[name, node])))
-            slow[node] = (
-                f"{name} {own / median:.2f} of the median ({quantity(own, unit)} of {note})"
-            )
+            own = quantity(found[name][node], unit)
+            slow[node] = f"{name} {part:.2f} of the median ({own} of {note})"
     columns = [
         (name, unit, medians[name]) for name, (_, unit) in MEASURES.items() if medians.get(name)
     ]
     errors = {name: text for (name, _), text in notes.items() if not medians[name]}
     return {
-        "seconds": round(time.monotonic() - begin, 1),
         "slow": slow,
         "findings": [f"{name} could not be measured: {text}" for name, text in errors.items()],
         "columns": columns,
         "rows": {
             node: [
-                round(best[name][node] / median, 3) if node in best[name] else None
+                round(found[name][node] / median, 3) if node in found[name] else None
                 for name, _, median in columns
             ]
-            for node in {node for of in best.values() for node in of}
+            for node in answers
         },
     }
 
@@ -268,72 +230,62 @@ def main() -> None:
 
 
 def _meet(given: Mapping[str, Any]) -> dict[str, Any]:
-    """Meet the processes of the other nodes; return the result if this one directs them."""
+    """Measure with the processes of the other nodes; return the result on the coordinator's."""
     from torch.distributed import TCPStore
 
+    compares = given["listener"] is not None
     store: Any = TCPStore(
         given["address"],
         given["port"],
-        is_master=given["listener"] is not None,
+        is_master=compares,
         master_listen_fd=given["listener"],
         timeout=timedelta(seconds=given["start_seconds"] + SECONDS),
         wait_for_workers=False,
     )
-    if given["listener"] is not None:
-        return _direct(store, given)
-    with contextlib.suppress(RuntimeError):  # the store has ended, and its director with it
-        store.set(f"node{given['node']}", "true")
-        for number in itertools.count():
-            if (plan := json.loads(store.get(f"pass{number}"))) is None:
-                break
-            _take_part(store, given, number, *plan)
-            store.set_timeout(timedelta(seconds=SECONDS))  # for a director that hangs
+    if compares:
+        return _compare_all(store, given)
+    with contextlib.suppress(RuntimeError):  # the store has ended, and its process with it
+        store.set(f"started{given['node']}", "true")
+        _measure(store, given, json.loads(store.get("nodes")))
     return {}
 
 
-def _direct(store: Any, given: Mapping[str, Any]) -> dict[str, Any]:
-    """Direct the processes of all nodes; return what the coordinator reports."""
-    nodes, slow = list[int](), dict[int, str]()
+def _compare_all(store: Any, given: Mapping[str, Any]) -> dict[str, Any]:
+    """Let all processes begin at once; return what they have found."""
+    nodes, slow, answers = list[int](), dict[int, str](), dict[int, Answer]()
     until = time.monotonic() + given["start_seconds"]
-    store.set(f"node{given['node']}", "true")
+    store.set(f"started{given['node']}", "true")
     for node in given["nodes"]:
         try:
-            _get(store, f"node{node}", until)
+            _get(store, f"started{node}", until)
             nodes.append(node)
         except RuntimeError:
             slow[node] = "the measuring process has not started"
-    end, numbers = time.monotonic() + SECONDS, itertools.count()
-
-    def take(nodes: list[int], probes: list[str], seconds: float) -> dict[int, Answer]:
-        number, answers = next(numbers), dict[int, Answer]()
-        store.set(f"pass{number}", json.dumps([nodes, probes, seconds]))
-        _take_part(store, given, number, nodes, probes, seconds)
-        for node in nodes:
-            with contextlib.suppress(RuntimeError, ValueError):  # it is silent, or wrong
-                answers[node] = codec.read(Answer, _get(store, f"{number}.{node}", end))
-        return answers
-
-    found = direct(nodes, take)
-    store.set(f"pass{next(numbers)}", "null")
-    return found | {"slow": found["slow"] | slow}
+    begin = time.monotonic()
+    store.set("nodes", json.dumps(nodes))
+    _measure(store, given, nodes)
+    for node in nodes:
+        try:
+            answers[node] = codec.read(Answer, _get(store, f"answer{node}", begin + SECONDS))
+        except (RuntimeError, ValueError):  # none, or a wrong one
+            slow[node] = "the measuring process does not answer"
+    found = compare(answers)
+    return found | {"slow": slow | found["slow"], "seconds": round(time.monotonic() - begin, 1)}
 
 
-def _take_part(
-    store: Any,
-    given: Mapping[str, Any],
-    number: int,
-    nodes: list[int],
-    probes: list[str],
-    seconds: float,
-) -> None:
-    """Measure this node in one pass, and tell its director the answer."""
+def _measure(store: Any, given: Mapping[str, Any], nodes: list[int]) -> None:
+    """Measure this node some times, and put the best amounts into the store."""
     from torch.distributed import PrefixStore
 
-    node, directory, until = given["node"], Path(given["directory"]), time.monotonic() + seconds
-    found, group = list[tuple[str, float, str]](), PrefixStore(f"group{number}", store)
-    for probe in probes if node in nodes else ():
-        found += _measured(probe, nodes, node, until, group, directory)
-    store.set(f"{number}.{node}", json.dumps({"amounts": found}))
+    node, directory = given["node"], Path(given["directory"])
+    until, best = time.monotonic() + _BEGIN_SECONDS, dict[str, tuple[float, str]]()
+    for number in range(_TIMES if node in nodes else 0):
+        group = PrefixStore(f"group{number}", store)
+        for probe in PROBES:
+            for name, amount, note in _measured(probe, nodes, node, until, group, directory):
+                best[name] = max(best.get(name, (0.0, "")), (amount, note))
+    amounts = [(name, *own) for name, own in best.items()]
+    store.set(f"answer{node}", json.dumps({"amounts": amounts}))
 
 
 def _get(store: Any, key: str, until: float) -> Any:
@@ -343,7 +295,7 @@ def _get(store: Any, key: str, until: float) -> Any:
         RuntimeError: it is not there at the monotonic time `until`.
         ValueError: it is not JSON.
     """
-    store.wait([key], timedelta(seconds=max(0.01, until - time.monotonic())))
+    store.wait([key], timedelta(seconds=max(0.1, until - time.monotonic())))
     return json.loads(store.get(key))
 
 
@@ -353,7 +305,7 @@ def _get(store: Any, key: str, until: float) -> Any:
 def _measured(
     probe: str, nodes: Sequence[int], node: int, until: float, store: Any, directory: Path
 ) -> list[tuple[str, float, str]]:
-    """Return the part of a probe in the node's `Answer`; nothing without a GPU, or without time."""
+    """Return the measures of a probe as in `Answer`; nothing without a GPU, or without time."""
     names = [name for name, (of, _) in MEASURES.items() if of == probe]
     try:
         rows = _amounts(probe, nodes, node, until, store, directory)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import sys
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -17,45 +18,25 @@ from clusterjob.node.preflight import CPU, DISK, GPU, MEASURES, PAIR, Answer, He
 from clusterjob.node.system import codec
 from clusterjob.node.system.codec import MalformedMessageError
 
-# What a node says to a probe: amounts, an error, or None; `...` for a silent node.
+# What a node says to a probe: amounts, an error, or None.
 Said = Callable[[str, int], Any]
 
 
-class Measured:
-    """Nodes that were measured with these answers; each pass takes 4 s."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, nodes: int, say: Said) -> None:
-        self.now, self._say = 0.0, say
-        self.passes: list[list[str]] = []
-        monkeypatch.setattr(preflight, "time", SimpleNamespace(monotonic=lambda: self.now))
-        self.found = preflight.direct([*range(nodes)], self._take)
-        self.slow = self.found["slow"]
-
-    def _take(self, nodes: list[int], probes: list[str], _: float) -> dict[int, Answer]:
-        self.now += 4.0
-        self.passes.append(probes)
-        said = {node: {probe: self._say(probe, node) for probe in probes} for node in nodes}
-        return {node: answer_of(of) for node, of in said.items() if ... not in of.values()}
+def compared(nodes: int, say: Said) -> dict[str, Any]:
+    """Return the comparison of nodes that say this."""
+    return preflight.compare({node: answer_of(say, node) for node in range(nodes)})
 
 
-def answer_of(said: dict[str, Any]) -> Answer:
+def answer_of(say: Said, node: int) -> Answer:
     amounts: list[tuple[str, float, str]] = []
-    for name, (probe, _) in MEASURES.items():
-        index = [each for each, (of, _) in MEASURES.items() if of == probe].index(name)
-        value = said.get(probe)
-        if isinstance(value, str):
-            amounts.append((name, 0.0, value))
-        elif value is not None:
-            amounts.append((name, value[index], ""))
+    for probe in preflight.PROBES:
+        names = [name for name, (of, _) in MEASURES.items() if of == probe]
+        said = say(probe, node)
+        if isinstance(said, str):
+            amounts += [(name, 0.0, said) for name in names]
+        elif said is not None:
+            amounts += [(name, amount, "") for name, amount in zip(names, said, strict=True)]
     return Answer(tuple(amounts))
-
-
-Measure = Callable[[int, Said], Measured]
-
-
-@pytest.fixture
-def measure(monkeypatch: pytest.MonkeyPatch) -> Measure:
-    return lambda nodes, answer: Measured(monkeypatch, nodes, answer)
 
 
 def usual(probe: str, _node: int) -> Any:
@@ -116,46 +97,113 @@ def partner(rates: Mapping[int, float | None]) -> Callable[..., float]:
 
 
 @pytest.mark.parametrize(("probe", "name"), [(PAIR, "all-reduce"), (CPU, "matrix multiply")])
-def test_slow_host_is_named_with_its_measure(measure: Measure, probe: str, name: str) -> None:
-    def answer(asked: str, node: int) -> Any:
+def test_slow_host_is_named_with_its_measure(probe: str, name: str) -> None:
+    def say(asked: str, node: int) -> Any:
         amounts = usual(asked, node)
         return [0.3 * amounts[0], *amounts[1:]] if (asked, node) == (probe, 3) else amounts
 
-    found = measure(5, answer)
-    assert list(found.slow) == [3]
-    assert found.slow[3].startswith(f"{name} 0.")
-    assert found.passes[1:] == [[probe]] * 3, "only what was small is measured again"
-    assert found.now <= preflight.SECONDS
+    [(node, text)] = compared(5, say)["slow"].items()
+    assert node == 3
+    assert text.startswith(f"{name} 0.")
 
 
 @pytest.mark.parametrize("nodes", [1, 2, 3, 5])
-def test_equal_hosts_are_not_named(measure: Measure, nodes: int) -> None:
-    found = measure(nodes, usual)
-    assert not found.slow
-    assert len(found.passes) == 1
-    assert len(found.found["rows"]) == nodes
+def test_equal_hosts_are_not_named(nodes: int) -> None:
+    found = compared(nodes, usual)
+    assert not found["slow"]
+    assert len(found["rows"]) == nodes
 
 
-def test_host_that_is_slow_once_is_cleared(measure: Measure) -> None:
-    seen: list[int] = []
-
-    def answer(probe: str, node: int) -> Any:
-        if (probe, node) == (DISK, 2):
-            seen.append(node)
-            if len(seen) == 1:
-                return [10.0, 100.0]
-        return usual(probe, node)
-
-    assert not measure(4, answer).slow
-    assert len(seen) == 2, "measured again"
-
-
-def test_host_with_an_error_is_named_with_the_error(measure: Measure) -> None:
-    text = measure(4, but(DISK, 1, "No space left\x1b[2J")).slow[1]
+def test_host_with_an_error_is_named_with_the_error() -> None:
+    text = compared(4, but(DISK, 1, "No space left\x1b[2J"))["slow"][1]
     assert text.startswith("disk write 0.00 of the median (0 MB/s of ")
     assert "No space left" in text
     assert "\x1b" not in text
     assert "also small: disk read" in text
+
+
+def test_note_is_shown_behind_the_amount() -> None:
+    answers = {
+        node: Answer((("GPU memory", 1.0 if node == 1 else 9.0, "GPU 3"),)) for node in range(3)
+    }
+    assert preflight.compare(answers)["slow"] == {
+        1: "GPU memory 0.11 of the median (1 GB/s of 9 GB/s; GPU 3)"
+    }
+
+
+def test_measure_that_fails_everywhere_blames_nobody() -> None:
+    found = compared(3, lambda *asked: "gloo is broken" if asked[0] == PAIR else usual(*asked))
+    assert not found["slow"]
+    assert found["findings"] == ["all-reduce could not be measured: gloo is broken"]
+
+
+@pytest.mark.parametrize("wrong", [float("nan"), -1.0, "1", True, None])
+def test_wrong_answer_is_refused(wrong: Any) -> None:
+    with pytest.raises(MalformedMessageError):
+        codec.read(Answer, {"amounts": [["memory", wrong, ""]]})
+
+
+def test_unknown_measure_is_ignored() -> None:
+    found = preflight.compare({0: Answer((("memory", 1.0, ""), ("a lie", 1.0, "")))})
+    assert [name for name, *_ in found["columns"]] == ["memory"]
+
+
+# -- the processes, without torch ------------------------------------------------------------------
+
+
+class Store:
+    """A store of torch with what other processes have set; a missing key has no time."""
+
+    def __init__(self, **values: str) -> None:
+        self.values = values
+
+    def set(self, key: str, value: str) -> None:
+        self.values[key] = value
+
+    def wait(self, keys: list[str], _timeout: Any) -> None:
+        if keys[0] not in self.values:
+            raise RuntimeError("wait timeout")
+
+    def get(self, key: str) -> str:
+        return self.values[key]
+
+
+GIVEN = {"node": 0, "nodes": [0, 1, 2, 3], "start_seconds": 0.0, "directory": "/nowhere"}
+
+
+@pytest.fixture
+def prefixes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let the stores of a group be that of all, without an import of torch."""
+    torch = SimpleNamespace(PrefixStore=lambda _prefix, store: store)
+    monkeypatch.setitem(sys.modules, "torch", SimpleNamespace(distributed=torch))
+    monkeypatch.setitem(sys.modules, "torch.distributed", torch)
+
+
+def test_silent_process_and_one_that_has_not_started_are_named(
+    monkeypatch: pytest.MonkeyPatch, prefixes: None
+) -> None:
+    monkeypatch.setattr(preflight, "_measured", lambda *_: [("memory", 9.0, "")])
+    fast, wrong = json.dumps({"amounts": [["memory", 9.0, ""]]}), json.dumps({"amounts": 3})
+    store = Store(started1="true", answer1=fast, started2="true", answer2=wrong)
+    found = preflight._compare_all(store, GIVEN)
+    assert found["slow"] == {
+        2: "the measuring process does not answer",
+        3: "the measuring process has not started",
+    }
+    assert json.loads(store.values["nodes"]) == [0, 1, 2]
+    assert list(found["rows"]) == [0, 1]
+
+
+def test_best_amount_of_a_node_counts(monkeypatch: pytest.MonkeyPatch, prefixes: None) -> None:
+    said = iter([(0.0, "No space left"), (7.0, "GPU 1"), (5.0, "GPU 0")])
+    monkeypatch.setattr(
+        preflight,
+        "_measured",
+        lambda probe, *_: [("memory", *next(said))] if probe == CPU else [],
+    )
+    store = Store()
+    preflight._measure(store, GIVEN, [0, 1])
+    assert json.loads(store.values["answer0"]) == {"amounts": [["memory", 7.0, "GPU 1"]]}
 
 
 def test_answer_names_the_slowest_gpu_or_the_error(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -174,40 +222,6 @@ def test_answer_names_the_slowest_gpu_or_the_error(monkeypatch: pytest.MonkeyPat
     assert measured(PAIR, lambda *_: (_ for _ in ()).throw(error)) == [
         ("all-reduce", 0.0, "No space left")
     ]
-
-
-def test_note_is_shown_behind_the_amount() -> None:
-    answers = {
-        node: Answer((("GPU memory", 1.0 if node == 1 else 9.0, "GPU 3"),)) for node in range(3)
-    }
-    found = preflight.direct([0, 1, 2], lambda *_: answers)
-    assert found["slow"] == {1: "GPU memory 0.11 of the median (1 GB/s of 9 GB/s; GPU 3)"}
-
-
-def test_measure_that_fails_everywhere_blames_nobody(measure: Measure) -> None:
-    found = measure(3, lambda *asked: "gloo is broken" if asked[0] == PAIR else usual(*asked))
-    assert not found.slow
-    assert found.found["findings"] == ["all-reduce could not be measured: gloo is broken"]
-
-
-@pytest.mark.parametrize("wrong", [float("nan"), -1.0, "1", True, None])
-def test_wrong_answer_is_refused(wrong: Any) -> None:
-    with pytest.raises(MalformedMessageError):
-        codec.read(Answer, {"amounts": [["memory", wrong, ""]]})
-
-
-def test_unknown_measure_is_ignored() -> None:
-    answer = Answer((("memory", 1.0, ""), ("a lie", 1.0, "")))
-    found = preflight.direct([0], lambda *_: {0: answer})
-    assert [name for name, *_ in found["columns"]] == ["memory"]
-
-
-def test_silent_process_is_named_and_asked_once(measure: Measure) -> None:
-    slow = but(CPU, 0, [1.0, 1.0])
-    found = measure(4, lambda *asked: ... if asked == (DISK, 1) else slow(*asked))
-    assert found.slow[1] == "the measuring process does not answer"
-    assert list(found.slow) == [1, 0]
-    assert len(found.passes) > 1
 
 
 # -- the table -------------------------------------------------------------------------------------
