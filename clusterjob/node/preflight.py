@@ -34,7 +34,7 @@ _MEASURE_SECONDS, _REDUCTIONS = 0.3, 8
 _ROUNDS = 5  # of pairs
 _MATRIX, _GPU_MATRIX = 768, 8192  # rows
 _COPIED, _GPU_COPIED = 64 << 20, 512 << 20  # bytes; larger than a usual cache
-_CHUNK, _WRITTEN = 1 << 20, 64 << 20  # bytes; a slow disk gets fewer
+_WRITTEN = 8 << 20  # bytes of a file
 _REDUCED, _GPU_REDUCED = 4 << 20, 64 << 20  # bytes of an all-reduce
 _MAX_TEXT, _MAX_NAME = 300, 80  # characters
 
@@ -54,8 +54,7 @@ MEASURES = {
 # -- the table -------------------------------------------------------------------------------------
 
 THRESHOLD = 0.7  # of the median of all hosts; a host below it is slow
-_MAX_ROWS = 500  # of a table; the rows with the smallest cells are kept
-_MAX_SHOWN = 16  # rows of its text
+_MAX_ROWS = 32  # of a table; the rows with the smallest cells are kept
 _BLOCKS = "▁▂▃▄▅▆▇█"
 Row = tuple[str, tuple[float | None, ...]]
 
@@ -75,20 +74,17 @@ class HeatTable:
     hosts: Annotated[int, Limit(1 << 24)] = 0
 
     def lines(self) -> list[str]:
-        """Return the table as text; with many hosts, those with the smallest cells."""
-        shown: Sequence[Row] = self.rows
-        if len(shown) > _MAX_SHOWN:
-            shown = sorted(shown, key=least)[:_MAX_SHOWN]
+        """Return the table as text."""
         medians = [quantity(median, unit) for _, unit, median in self.columns]
         texts = [("", [name for name, _, _ in self.columns]), ("median", medians)]
-        texts += [(name, list(map(_cell, cells))) for name, cells in shown]
+        texts += [(name, list(map(_cell, cells))) for name, cells in self.rows]
         width = max(len(name) for name, _ in texts)
         lines = [
             f"{name:{width}}  " + "  ".join(f"{cell:>16}" for cell in cells)
             for name, cells in texts
         ]
-        if self.hosts > len(shown):
-            lines.append(f"{self.hosts - len(shown)} more hosts are not shown")
+        if self.hosts > len(self.rows):
+            lines.append(f"{self.hosts - len(self.rows)} more hosts are not shown")
         return [line.rstrip() for line in lines]
 
     @classmethod
@@ -103,8 +99,6 @@ class HeatTable:
         try:
             found = codec.read(cls, data)
         except MalformedMessageError:
-            return cls()
-        if any(len(cells) != len(found.columns) for _, cells in found.rows):
             return cls()
         columns = tuple((_name(name), _name(unit), n) for name, unit, n in found.columns)
         rows = tuple((_name(host), cells) for host, cells in found.rows)
@@ -372,24 +366,24 @@ def _disk(directory: Path) -> list[float]:
 
     The file has no name, so nothing is left if this process is killed.
     """
-    chunk = os.urandom(_CHUNK)  # a disk may compress
+    data = os.urandom(_WRITTEN)  # a disk may compress
     with tempfile.TemporaryFile(dir=directory, buffering=0) as stream:
-        begin, written = time.perf_counter(), 0
-        while written < _WRITTEN and (
-            written < 4 * _CHUNK or time.perf_counter() - begin < _MEASURE_SECONDS
-        ):
-            written += stream.write(chunk)
-        os.fsync(stream.fileno())
-        write_rate = written / (time.perf_counter() - begin) / 1e6
+
+        def write() -> None:
+            stream.seek(0)
+            stream.write(data)
+            os.fsync(stream.fileno())
 
         def read() -> None:
             # The kernel must forget what it has cached.
             os.posix_fadvise(stream.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
             stream.seek(0)
-            while stream.read(_CHUNK):
-                pass
+            stream.read()
 
-        return [write_rate, _rate(written / 1e6, read, _MEASURE_SECONDS / 2)]
+        return [
+            _rate(_WRITTEN / 1e6, write, _MEASURE_SECONDS),
+            _rate(_WRITTEN / 1e6, read, _MEASURE_SECONDS / 2),
+        ]
 
 
 def _pairs(nodes: Sequence[int], node: int, until: float, store: Any) -> list[list[float]]:
