@@ -54,7 +54,8 @@ MEASURES = {
 # -- the table -------------------------------------------------------------------------------------
 
 THRESHOLD = 0.7  # of the median of all hosts; a host below it is slow
-_MAX_ROWS = 32  # of a table; the rows with the smallest cells are kept
+# Rows of a table, and of its text: those with the smallest cells.
+_MAX_ROWS, _MAX_SHOWN = 500, 16
 _BLOCKS = "▁▂▃▄▅▆▇█"
 Row = tuple[str, tuple[float | None, ...]]
 
@@ -74,24 +75,24 @@ class HeatTable:
     hosts: Annotated[int, Limit(1 << 24)] = 0
 
     def lines(self) -> list[str]:
-        """Return the table as text."""
+        """Return the table as text; of many hosts, those with the smallest cells."""
+        shown = _smallest(self.rows, _MAX_SHOWN)
         medians = [quantity(median, unit) for _, unit, median in self.columns]
         texts = [("", [name for name, _, _ in self.columns]), ("median", medians)]
-        texts += [(name, list(map(_cell, cells))) for name, cells in self.rows]
+        texts += [(name, list(map(_cell, cells))) for name, cells in shown]
         width = max(len(name) for name, _ in texts)
         lines = [
             f"{name:{width}}  " + "  ".join(f"{cell:>16}" for cell in cells)
             for name, cells in texts
         ]
-        if self.hosts > len(self.rows):
-            lines.append(f"{self.hosts - len(self.rows)} more hosts are not shown")
+        if self.hosts > len(shown):
+            lines.append(f"{self.hosts - len(shown)} more hosts are not shown")
         return [line.rstrip() for line in lines]
 
     @classmethod
     def of(cls, columns: Sequence[Any], rows: Sequence[Row]) -> HeatTable:
         """Return the table of these hosts; of many, with the rows of the smallest cells."""
-        shown = sorted(rows, key=least)[:_MAX_ROWS] if len(rows) > _MAX_ROWS else rows
-        return cls(tuple(columns), tuple(shown), len(rows))
+        return cls(tuple(columns), tuple(_smallest(rows, _MAX_ROWS)), len(rows))
 
     @classmethod
     def from_json(cls, data: Any) -> HeatTable:
@@ -123,6 +124,10 @@ def is_slow(cell: float | None) -> bool:
 def least(row: Row) -> float:
     """Return the smallest cell of a row; infinity without a value."""
     return min((cell for cell in row[1] if cell is not None), default=math.inf)
+
+
+def _smallest(rows: Sequence[Row], most: int) -> Sequence[Row]:
+    return rows if len(rows) <= most else sorted(rows, key=least)[:most]
 
 
 def _cell(cell: float | None) -> str:
