@@ -164,7 +164,7 @@ class Agent:
         why = self._parent.why or f"the agent of node {self._node_rank} was started again"
         lost = ConnectionLost(why, ended=True)
         if not kept.get("coordinates", self._node_rank == 0):
-            verdict = await self._join(lost if kept.get("joined") else None)
+            verdict = await self._join(lost, first=not kept.get("joined"))
         elif earlier := succession.from_disk(self._node.directory, attempt, why=why):
             # Another node may have become the coordinator meanwhile.
             self._earlier = earlier
@@ -228,18 +228,21 @@ class Agent:
 
     # -- join, or coordinate -----------------------------------------------------------------------
 
-    async def _join(self, lost: ConnectionLost | None, after: float = 0.0) -> Verdict | None:
+    async def _join(
+        self, lost: ConnectionLost, after: float = 0.0, *, first: bool = False
+    ) -> Verdict | None:
         """Join the coordinator, or become it; else return the verdict of this node.
 
         Args:
-            lost: how the last connection ended; None if this node has never joined.
+            lost: how the last connection ended.
             after: seconds after which the first of the other nodes becomes the coordinator.
+            first: whether this node has never joined.
 
         Raises:
             RendezvousError: the coordinator refused this agent, or was not found in time.
         """
         options, deadline = self._options, self._deadline
-        if lost is None:
+        if first:
             deadline = time.monotonic() + options.join_timeout
         elif deadline is None:
             goes_on = options.spares or options.min_nodes is not None  # without this node
@@ -248,22 +251,21 @@ class Agent:
         after += self._alone * _AGAIN_SECONDS + self._position * _TURN_SECONDS
         addresses = [self._node.topology.master_addr]
         addresses += self._parent.note.read().get("successors", [])
-        search = Search(self._node, self._hello, self._report, deadline, first=lost is None)
+        search = Search(self._node, self._hello, self._report, deadline, first=first)
         try:
             while True:
                 turn = math.inf if self._earlier is None else time.monotonic() + after
                 if (channel := await search.run(addresses, turn)) is not None:
                     break
-                if lost is not None and (earlier := await self._replaceable(lost)) is not None:
+                if (earlier := await self._replaceable(lost)) is not None:
                     self._alone += 1
                     await self._coordinate(earlier)
                     return None
         except RendezvousError as error:
-            if lost is None and not self._report.state.request.cancel:
+            if first and not self._report.state.request.cancel:
                 raise
-            why = lost.why if lost is not None else "it was not found"
-            text = f"node {self._node_rank} lost the coordinator: {why}; {error.message}"
-            return self._end_without_coordinator(text)
+            why = f"node {self._node_rank} lost the coordinator: {lost.why}; {error.message}"
+            return self._end_without_coordinator(why)
         self._orders = asyncio.Queue()
         self._link = Link(channel, options, self._orders, self._start)
         self._parent.keep(joined=True, coordinates=False)
