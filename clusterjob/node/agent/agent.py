@@ -96,7 +96,6 @@ class Agent:
         address = this_node.own_address(node.topology)
         # Node 0 of hosts with several addresses has them all in `address`.
         host = address.partition(",")[0]
-        ports = [holder.getsockname()[1] for holder in self._held]
         self._hello = messages.Hello(
             node_rank=self._node_rank,
             host=this_node.node_name(),
@@ -106,7 +105,9 @@ class Agent:
             nproc=nproc,
             address=address,
             counted_by=node.identity.counted_by,
-            endpoints=tuple(network.with_port(host, port) for port in ports),
+            endpoints=tuple(
+                network.with_port(host, holder.getsockname()[1]) for holder in self._held
+            ),
             wants_endpoints=worker_variables.may_use_paddle(node.options.program),
             rounds=self._report.state.seen,
             key=node.identity.key,
@@ -131,8 +132,9 @@ class Agent:
         files.use_thread()
         first = not self._parent.why  # no agent that was killed
         if first:  # the node's script has become this process, or its parent
-            began = time.monotonic() - processes.age(self._parent.pid)
-            self._workers.begin_phase(Phase.SETUP, at=began)
+            self._workers.begin_phase(
+                Phase.SETUP, at=time.monotonic() - processes.age(self._parent.pid)
+            )
         self._workers.begin_phase(Phase.IMPORT)
         asyncio.get_running_loop().add_reader(self._forkserver.control, self._receive)
         self._listen()
