@@ -18,6 +18,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -38,7 +39,8 @@ _WRITTEN = 8 << 20  # bytes of a file
 _REDUCED, _GPU_REDUCED = 4 << 20, 64 << 20  # bytes of an all-reduce
 _MAX_TEXT, _MAX_NAME = 300, 80  # characters
 
-CPU, PAIR, GPU, DISK = PROBES = ("cpu", "pair", "gpu", "disk")
+# In their order: nodes that are slower alone wait for each other in the last one.
+CPU, GPU, DISK, PAIR = PROBES = ("cpu", "gpu", "disk", "pair")
 # The probe and the unit of each measure, in the order of the probe's amounts.
 MEASURES = {
     "matrix multiply": (CPU, "GFLOP/s"),
@@ -333,8 +335,12 @@ def _amounts(
         return [_disk(directory)]
     if probe == PAIR:
         return _pairs(nodes, node, until, store)
-    gpus = range(torch.cuda.device_count())
-    return [_compute(f"cuda:{index}", _GPU_MATRIX, torch.float16, _GPU_COPIED) for index in gpus]
+
+    def compute(index: int) -> list[float]:
+        return _compute(f"cuda:{index}", _GPU_MATRIX, torch.float16, _GPU_COPIED)
+
+    with ThreadPoolExecutor() as pool:  # one after the other, eight would need 8 s
+        return list(pool.map(compute, range(torch.cuda.device_count())))
 
 
 def _rate(work: float, do: Callable[[], object], seconds: float) -> float:

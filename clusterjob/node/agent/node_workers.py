@@ -488,7 +488,7 @@ class NodeWorkers:
             for local_rank, phase in self._ranks.items():
                 if phase is Phase.IMPORT and (local_rank in ranks or None in ranks):
                     self._begin_rank_phase(local_rank, Phase.RUNNING, detail="first output")
-        counts = {
+        counts: dict[str, Any] = {
             "joined": len(self._formed),
             "formed": sum(self._formed.values()),
             "importing": bool(self._importing),
