@@ -21,8 +21,7 @@ from typing import TYPE_CHECKING, Any
 from clusterjob.errors import ClusterJobError, RendezvousError
 from clusterjob.node import preflight
 from clusterjob.node.agent.connection import Link, Search
-from clusterjob.node.agent.node_metrics import NodeMetrics
-from clusterjob.node.agent.node_workers import NodeWorkers, StateReport
+from clusterjob.node.agent.node_workers import NodeMetrics, NodeWorkers, StateReport
 from clusterjob.node.agent.parent import AgentParent
 from clusterjob.node.coordinator import Coordinator, MinorityError
 from clusterjob.node.decide import MEASURED
