@@ -427,7 +427,6 @@ class Agent:
         self._cancel("cancelled", interrupt=ends.interrupted(job_dir))
 
     def _on_signal(self, number: int) -> None:
-        moment = time.monotonic()
         if number == signal.SIGINT and math.isinf(self._interrupted_at):
             reader = processes.terminal_reader(os.getpid())
             if reader is not None:  # rank 0 reads from the terminal, so Ctrl-C is for its prompt
@@ -438,7 +437,7 @@ class Agent:
         if self._options.warning is not None and (terminated or number == signal.SIGUSR1):
             self._report.ask(warning=why[:300])
             return
-        if moment > self._interrupted_at + _ONE_KEYSTROKE:
+        if time.monotonic() > self._interrupted_at + _ONE_KEYSTROKE:
             self._report.ask(kill=True)
         self._cancel(why, terminated=terminated, interrupt=number == signal.SIGINT)
 
@@ -467,9 +466,6 @@ class Agent:
             "directory": os.fspath(directory),
             "parent": os.getpid(),
         }
-        variables = worker_variables.quiet_defaults(
-            os.environ, topology.master_addr, nnodes=topology.nnodes
-        )
         package = os.fspath(Path(preflight.__file__).parents[2])  # a directory, or the node zip
         code = f"from {preflight.__name__} import main; main()"
         found, process = {"error": "it has ended; its log is preflight.log"}, None
@@ -481,7 +477,10 @@ class Agent:
                     stdout=asyncio.subprocess.PIPE,
                     stderr=log,
                     cwd=directory,  # no module of the script's directory replaces another
-                    env=os.environ | variables,
+                    env=os.environ
+                    | worker_variables.quiet_defaults(
+                        os.environ, topology.master_addr, nnodes=topology.nnodes
+                    ),
                     pass_fds=[store.fileno()] if store is not None else [],
                     start_new_session=True,  # no Ctrl-C of a terminal
                 )
