@@ -179,14 +179,14 @@ def compare(answers: Mapping[int, Answer]) -> dict[str, Any]:
                 found.setdefault(name, {})[node] = amount
                 notes[name, node] = sanitize(note)
     medians = {name: statistics.median(of.values()) for name, of in found.items()}
-    small = sorted(
+    small = [
         (own / medians[name], name, node)
         for name, of in found.items()
         for node, own in of.items()
         if own < THRESHOLD * medians[name]
-    )
+    ]
     slow = dict[int, str]()
-    for part, name, node in small:
+    for part, name, node in sorted(small, key=lambda each: each[0]):
         if node in slow:
             slow[node] += f"; also small: {name}"
         else:

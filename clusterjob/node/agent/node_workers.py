@@ -335,7 +335,7 @@ class NodeWorkers:
         """Answer the coordinator's new questions about the stacks of the workers; see `answer`."""
         status, found = self._status, dict[str, Any]()
         if status is not None and order.probe is not None and order.probe != done.probe:
-            stacks = await _in_thread([], self._stacks)
+            stacks: list[RankStack] = await _in_thread([], self._stacks)
             lines, failures = status.describe(order.probe, stacks)
             if not order.probe.note:
                 found["probed"] = answer_to(order.probe.number, lines, failures)
@@ -349,7 +349,7 @@ class NodeWorkers:
                 self._send(messages.StackFound(order.round, bounded(stack)))
             ranks, seconds = [each.rank for each in stacks], _DUMP_SECONDS if order.dumps else 0.0
             request = self.flight_recorder.request
-            dumps = await _in_thread((), request, order.round, ranks, seconds)
+            dumps: tuple[str, ...] = await _in_thread((), request, order.round, ranks, seconds)
             self._send(messages.StacksCollected(order.round, dumps))
             found["collected"] = True
         if found and self.report.state.round == order.round:
