@@ -285,7 +285,7 @@ def _fork_forkserver(
                 node_rank=topology.node_rank,
                 stdin=stdin,
                 agent_parent=parent.pid if options.restarts else None,
-                lease=parent.lease if options.restarts else None,
+                lease=parent.note if options.restarts else None,
             )
         )
     forkserver_end.close()

@@ -1,26 +1,24 @@
 """Measure all nodes before the first round, and name the slow ones.
 
 The agent of each node runs this module as a process with torch. The processes meet in a store of
-torch. In each pass they all take the same measures. The process on the coordinator's node directs:
-it says what the next pass measures, and compares the values.
+torch, and all take the same measures several times. The one on the coordinator's node compares the
+values.
 
-A node is slow if a value of it is small in every pass: load that comes and goes makes values
-smaller, but not each time that of the same node.
+The best value of a node counts: load that comes and goes makes values smaller, but not each time.
 """
 
 from __future__ import annotations
 
 import contextlib
-import itertools
 import json
 import math
 import os
 import statistics
 import sys
 import tempfile
-import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -31,22 +29,19 @@ from clusterjob.node.system.codec import Limit, MalformedMessageError
 from clusterjob.node.system.sanitize import sanitize
 
 SECONDS = 20.0  # the longest preflight, from when all processes have started
-# Seconds in which the tasks of the first pass begin, and those of all passes.
-_FIRST_SECONDS, _ALL_SECONDS = 9.0, 15.0
+_TIMES, _BEGIN_SECONDS = 3, 12.0  # how often a node measures, within seconds to begin a probe
 _TIMEOUT = timedelta(seconds=4)  # of an answer, and of a connection between nodes
-_PASSES, _LEAST_PASSES = 4, 2  # in which a slow node is small
 _MEASURE_SECONDS, _REDUCTIONS = 0.3, 8
 _ROUNDS = 5  # of pairs
 _MATRIX, _GPU_MATRIX = 768, 8192  # rows
 _COPIED, _GPU_COPIED = 64 << 20, 512 << 20  # bytes; larger than a usual cache
-_CHUNK, _WRITTEN = 1 << 20, 64 << 20  # bytes; a slow disk gets fewer
+_WRITTEN = 8 << 20  # bytes of a file
 _REDUCED, _GPU_REDUCED = 4 << 20, 64 << 20  # bytes of an all-reduce
-_MAX_AMOUNT = 1e8
 _MAX_TEXT, _MAX_NAME = 300, 80  # characters
-_SILENT = "the measuring process does not answer"
 
-CPU, PAIR, GPU, DISK = PROBES = ("cpu", "pair", "gpu", "disk")
-# The probe and the unit of each measure.
+# In their order: nodes that are slower alone wait for each other in the last one.
+CPU, GPU, DISK, PAIR = PROBES = ("cpu", "gpu", "disk", "pair")
+# The probe and the unit of each measure, in the order of the probe's amounts.
 MEASURES = {
     "matrix multiply": (CPU, "GFLOP/s"),
     "memory": (CPU, "GB/s"),
@@ -56,16 +51,13 @@ MEASURES = {
     "disk write": (DISK, "MB/s"),
     "disk read": (DISK, "MB/s"),
 }
-Task = tuple[str, tuple[int, ...]]  # a probe, and the nodes that take part
-Answers = dict[tuple[Task, int], Any]  # of each node, from the network
-Amounts = dict[str, dict[int, float]]  # by measure and node
 
 
 # -- the table -------------------------------------------------------------------------------------
 
 THRESHOLD = 0.7  # of the median of all hosts; a host below it is slow
-_MAX_ROWS = 500  # of a table; the rows with the smallest cells are kept
-_MAX_SHOWN = 16  # rows of its text
+# Rows of a table, and of its text: those with the smallest cells.
+_MAX_ROWS, _MAX_SHOWN = 500, 16
 _BLOCKS = "▁▂▃▄▅▆▇█"
 Row = tuple[str, tuple[float | None, ...]]
 
@@ -85,10 +77,8 @@ class HeatTable:
     hosts: Annotated[int, Limit(1 << 24)] = 0
 
     def lines(self) -> list[str]:
-        """Return the table as text; with many hosts, those with the smallest cells."""
-        shown: Sequence[Row] = self.rows
-        if len(shown) > _MAX_SHOWN:
-            shown = sorted(shown, key=least)[:_MAX_SHOWN]
+        """Return the table as text; of many hosts, those with the smallest cells."""
+        shown = _smallest(self.rows, _MAX_SHOWN)
         medians = [quantity(median, unit) for _, unit, median in self.columns]
         texts = [("", [name for name, _, _ in self.columns]), ("median", medians)]
         texts += [(name, list(map(_cell, cells))) for name, cells in shown]
@@ -104,8 +94,7 @@ class HeatTable:
     @classmethod
     def of(cls, columns: Sequence[Any], rows: Sequence[Row]) -> HeatTable:
         """Return the table of these hosts; of many, with the rows of the smallest cells."""
-        shown = sorted(rows, key=least)[:_MAX_ROWS] if len(rows) > _MAX_ROWS else rows
-        return cls(tuple(columns), tuple(shown), len(rows))
+        return cls(tuple(columns), tuple(_smallest(rows, _MAX_ROWS)), len(rows))
 
     @classmethod
     def from_json(cls, data: Any) -> HeatTable:
@@ -113,8 +102,6 @@ class HeatTable:
         try:
             found = codec.read(cls, data)
         except MalformedMessageError:
-            return cls()
-        if any(len(cells) != len(found.columns) for _, cells in found.rows):
             return cls()
         columns = tuple((_name(name), _name(unit), n) for name, unit, n in found.columns)
         rows = tuple((_name(host), cells) for host, cells in found.rows)
@@ -141,6 +128,10 @@ def least(row: Row) -> float:
     return min((cell for cell in row[1] if cell is not None), default=math.inf)
 
 
+def _smallest(rows: Sequence[Row], most: int) -> Sequence[Row]:
+    return rows if len(rows) <= most else sorted(rows, key=least)[:most]
+
+
 def _cell(cell: float | None) -> str:
     return "-" if cell is None else f"{cell:.2f} {_BLOCKS[level_of(cell)]}"
 
@@ -152,21 +143,26 @@ def _name(text: str) -> str:
 # -- comparison: pure functions --------------------------------------------------------------------
 
 
-def tasks(nodes: Sequence[int], probes: Sequence[str]) -> list[Task]:
-    """Return the tasks of a pass, in the order in which each node takes its own."""
-    found, alone = list[Task](), [(node,) for node in nodes]
-    for probe in probes:
-        groups: Sequence[tuple[int, ...]] = pairs_of(nodes) if probe == PAIR else alone
-        found += [(probe, group) for group in groups]
-    return found
+@dataclass(frozen=True)
+class Answer:
+    """What one node has measured.
+
+    Attributes:
+        amounts: the measures, each with its amount and a note: its error, or the slowest GPU. An
+            error has the amount 0.
+    """
+
+    amounts: Annotated[
+        tuple[tuple[str, float, Annotated[str, Limit(_MAX_TEXT, cuts=True)]], ...], Limit(16)
+    ] = ()
 
 
-def pairs_of(nodes: Sequence[int], rounds: int = _ROUNDS) -> list[tuple[int, ...]]:
+def pairs_of(nodes: Sequence[int], rounds: int = _ROUNDS) -> list[tuple[int, int]]:
     """Return the pairs of the first rounds of a tournament; nobody is twice in a round."""
     circle: list[int | None] = [*nodes]
     if len(circle) % 2:
         circle.append(None)  # who meets it pauses
-    half, found = len(circle) // 2, list[tuple[int, ...]]()
+    half, found = len(circle) // 2, list[tuple[int, int]]()
     for _ in range(min(rounds, len(circle) - 1)):
         met = zip(circle[:half], reversed(circle[half:]), strict=True)
         found += [(a, b) for a, b in met if a is not None and b is not None]
@@ -174,115 +170,45 @@ def pairs_of(nodes: Sequence[int], rounds: int = _ROUNDS) -> list[tuple[int, ...
     return found
 
 
-def amounts_of(answers: Answers, notes: dict[tuple[str, int], str]) -> Amounts:
-    """Return the amounts of a pass; an error counts as 0.
-
-    A slow node makes all its pairs slow, and its partners have other pairs: so the upper median
-    over its pairs counts. Both nodes of a pair measure the same; who lies makes its own pairs slow.
-
-    Args:
-        answers: the answers; None where there was nothing to measure, or no time.
-        notes: receives errors and the slowest GPUs, by measure and node.
-    """
-    found: Amounts = {}
-    pairs: dict[tuple[int, ...], float] = {}
-    for ((probe, nodes), node), answer in answers.items():
-        names = [name for name, (each, _) in MEASURES.items() if each == probe]
-        is_right = _are_amounts(answer) and len(answer) % len(names) == 0
-        for index, name in enumerate(names if answer is not None else ()):
-            of_devices = answer[index :: len(names)] if is_right else [0.0]
-            amount = min(of_devices)
-            if not is_right:
-                error = answer if isinstance(answer, str) else "a wrong answer"
-                notes[name, node] = sanitize(error)[:_MAX_TEXT]
-            elif len(of_devices) > 1:
-                notes[name, node] = f"GPU {of_devices.index(amount)}"
-            if probe == PAIR:
-                pairs[nodes] = min(amount, pairs.get(nodes, math.inf))
-            else:
+def compare(answers: Mapping[int, Answer]) -> dict[str, Any]:
+    """Compare what the nodes have measured; return what the coordinator reports."""
+    found, notes = dict[str, dict[int, float]](), dict[tuple[str, int], str]()
+    for node, answer in answers.items():
+        for name, amount, note in answer.amounts:
+            if name in MEASURES:
                 found.setdefault(name, {})[node] = amount
-    of_nodes: dict[int, list[float]] = {}
-    for pair, amount in pairs.items():
-        for node in pair:
-            of_nodes.setdefault(node, []).append(amount)
-    if pairs:
-        found["all-reduce"] = {node: sorted(own)[len(own) // 2] for node, own in of_nodes.items()}
-    return found
-
-
-def _are_amounts(answer: Any) -> bool:
-    return (
-        isinstance(answer, list)
-        and bool(answer)
-        and all(type(each) in (int, float) and 0 <= each <= _MAX_AMOUNT for each in answer)
-    )
-
-
-def suspects(passes: Sequence[Amounts]) -> list[tuple[float, str, int]]:
-    """Return what was small in all passes that measured it: part of the median, measure, node."""
-    found = []
-    for name in passes[0]:
-        parts = [_small(each[name]) for each in passes if name in each]
-        always = set.intersection(*map(set, parts))
-        found += [(max(part[node] for part in parts), name, node) for node in always]
-    return sorted(found, key=lambda each: each[0])
-
-
-def _small(amounts: Mapping[int, float]) -> dict[int, float]:
-    median = statistics.median(amounts.values())
-    return {node: own / median for node, own in amounts.items() if own < THRESHOLD * median}
-
-
-def direct(
-    nodes: list[int], take: Callable[[list[int], list[str], float], Answers]
-) -> dict[str, Any]:
-    """Measure all nodes, and suspects again; return what the coordinator reports.
-
-    Args:
-        nodes: the nodes; those that do not answer are removed.
-        take: lets nodes take tasks that begin within some seconds; returns the answers in time.
-    """
-    begin, seconds, probes = time.monotonic(), _FIRST_SECONDS, list(PROBES)
-    passes, notes, slow = list[Amounts](), dict[tuple[str, int], str](), dict[int, str]()
-    best: Amounts = {}
-    while True:
-        answers = take(nodes, probes, seconds)
-        passes.append(amounts_of(answers, notes))
-        for name, amounts in passes[-1].items():
-            known = best.setdefault(name, {})
-            known |= {node: max(own, known.get(node, 0.0)) for node, own in amounts.items()}
-        for task in tasks(nodes, probes):
-            slow |= {each: _SILENT for each in task[1] if (task, each) not in answers}
-        nodes = [node for node in nodes if node not in slow]
-        small = [each for each in suspects(passes) if each[2] in nodes]
-        seconds = begin + _ALL_SECONDS - time.monotonic()
-        if not small or len(passes) == _PASSES or seconds < 0:
-            break
-        worst = {node: name for _, name, node in reversed(small)}  # the smallest of each node
-        probes = sorted({MEASURES[name][0] for name in worst.values()})
-    medians = {name: statistics.median(of.values()) for name, of in best.items()}
-    for _, name, node in small:
-        own, median, unit = best[name][node], medians[name], MEASURES[name][1]
+                notes[name, node] = sanitize(note)
+    medians = {name: statistics.median(of.values()) for name, of in found.items()}
+    small = [
+        (own / medians[name], name, node)
+        for name, of in found.items()
+        for node, own in of.items()
+        if own < THRESHOLD * medians[name]
+    ]
+    slow = dict[int, str]()
+    for part, name, node in sorted(small, key=lambda each: each[0]):
         if node in slow:
             slow[node] += f"; also small: {name}"
-        elif sum(name in each for each in passes) >= _LEAST_PASSES:
-            note = f"; {notes[name, node]}" if (name, node) in notes else ""
-            slow[node] = f"{name} {own / median:.2f} of the median ({quantity(own, unit)}"
-            slow[node] += f" of {quantity(median, unit)}{note})"
+        else:
+            median, unit = medians[name], MEASURES[name][1]
+            note = "; ".join(filter(None, (quantity(median, unit), notes[name, node])))
+            own = quantity(found[name][node], unit)
+            slow[node] = f"{name} {part:.2f} of the median ({own} of {note})"
     columns = [
         (name, unit, medians[name]) for name, (_, unit) in MEASURES.items() if medians.get(name)
     ]
-    rows: dict[int, list[float | None]] = {}
-    for node in {node for of in best.values() for node in of}:
-        values = [(best[name].get(node), median) for name, _, median in columns]
-        rows[node] = [None if own is None else round(own / median, 3) for own, median in values]
     errors = {name: text for (name, _), text in notes.items() if not medians[name]}
     return {
-        "seconds": round(time.monotonic() - begin, 1),
         "slow": slow,
         "findings": [f"{name} could not be measured: {text}" for name, text in errors.items()],
         "columns": columns,
-        "rows": rows,
+        "rows": {
+            node: [
+                round(found[name][node] / median, 3) if node in found[name] else None
+                for name, _, median in columns
+            ]
+            for node in answers
+        },
     }
 
 
@@ -305,105 +231,116 @@ def main() -> None:
 
 
 def _meet(given: Mapping[str, Any]) -> dict[str, Any]:
-    """Meet the processes of the other nodes; return the result if this one directs them."""
+    """Measure with the processes of the other nodes; return the result on the coordinator's."""
     from torch.distributed import TCPStore
 
-    def store(**options: Any) -> Any:
-        timeout = timedelta(seconds=given["start_seconds"] + SECONDS)
-        return TCPStore(
-            given["address"], given["port"], timeout=timeout, wait_for_workers=False, **options
-        )
+    compares = given["listener"] is not None
+    store: Any = TCPStore(
+        given["address"],
+        given["port"],
+        is_master=compares,
+        master_listen_fd=given["listener"],
+        timeout=timedelta(seconds=given["start_seconds"] + SECONDS),
+        wait_for_workers=False,
+    )
+    if compares:
+        return _compare_all(store, given)
+    with contextlib.suppress(RuntimeError):  # the store has ended, and its process with it
+        store.set(f"started{given['node']}", "true")
+        _measure(store, given, json.loads(store.get("nodes")))
+    return {}
 
-    directs = given["listener"] is not None
-    server = store(is_master=True, master_listen_fd=given["listener"]) if directs else None
-    following = threading.Thread(target=_follow, args=(store(), given), daemon=True)
-    following.start()
-    found = _direct(store(), given) if directs else {}
-    following.join(_TIMEOUT.total_seconds() if directs else None)
-    del server
-    return found
 
-
-def _direct(store: Any, given: Mapping[str, Any]) -> dict[str, Any]:
-    """Direct the processes of all nodes."""
-    nodes, slow = list[int](), dict[int, str]()
+def _compare_all(store: Any, given: Mapping[str, Any]) -> dict[str, Any]:
+    """Let all processes begin at once; return what they have found."""
+    nodes, slow, answers = list[int](), dict[int, str](), dict[int, Answer]()
     until = time.monotonic() + given["start_seconds"]
+    store.set(f"started{given['node']}", "true")
     for node in given["nodes"]:
         try:
-            _get(store, f"node{node}", timedelta(seconds=max(0.01, until - time.monotonic())))
+            _get(store, f"started{node}", until)
             nodes.append(node)
         except RuntimeError:
             slow[node] = "the measuring process has not started"
-    numbers = itertools.count()
-
-    def take(nodes: list[int], probes: list[str], seconds: float) -> Answers:
-        number, answers, silent = next(numbers), dict[tuple[Task, int], Any](), set[int]()
-        store.set(f"pass{number}", json.dumps([nodes, probes, seconds]))
-        for index, task in enumerate(tasks(nodes, probes)):
-            for node in set(task[1]) - silent:
-                try:
-                    answers[task, node] = _get(store, f"{number}.{index}.{node}", 2 * _TIMEOUT)
-                except (RuntimeError, ValueError):
-                    silent.add(node)
-        return answers
-
-    found = direct(nodes, take)
-    store.set(f"pass{next(numbers)}", "null")
-    return found | {"slow": found["slow"] | slow}
+    begin = time.monotonic()
+    store.set("nodes", json.dumps(nodes))
+    _measure(store, given, nodes)
+    for node in nodes:
+        try:
+            answers[node] = codec.read(Answer, _get(store, f"answer{node}", begin + SECONDS))
+        except (RuntimeError, ValueError):  # none, or a wrong one
+            slow[node] = "the measuring process does not answer"
+    found = compare(answers)
+    return found | {"slow": slow | found["slow"], "seconds": round(time.monotonic() - begin, 1)}
 
 
-def _get(store: Any, key: str, timeout: timedelta) -> Any:
+def _measure(store: Any, given: Mapping[str, Any], nodes: list[int]) -> None:
+    """Measure this node some times, and put the best amounts into the store."""
+    from torch.distributed import PrefixStore
+
+    node, directory = given["node"], Path(given["directory"])
+    until, best = time.monotonic() + _BEGIN_SECONDS, dict[str, tuple[float, str]]()
+    for number in range(_TIMES if node in nodes else 0):
+        group = PrefixStore(f"group{number}", store)
+        for probe in PROBES:
+            for name, amount, note in _measured(probe, nodes, node, until, group, directory):
+                best[name] = max(best.get(name, (0.0, "")), (amount, note))
+    amounts = [(name, *own) for name, own in best.items()]
+    store.set(f"answer{node}", json.dumps({"amounts": amounts}))
+
+
+def _get(store: Any, key: str, until: float) -> Any:
     """Return the value of a key.
 
     Raises:
-        RuntimeError: it is not there in time.
+        RuntimeError: it is not there at the monotonic time `until`.
         ValueError: it is not JSON.
     """
-    store.wait([key], timeout)
+    store.wait([key], timedelta(seconds=max(0.1, until - time.monotonic())))
     return json.loads(store.get(key))
-
-
-def _follow(store: Any, given: Mapping[str, Any]) -> None:
-    """Take this node's part in each pass until the last one."""
-    from torch.distributed import PrefixStore
-
-    node = given["node"]
-    with contextlib.suppress(RuntimeError):  # the store has ended, and its director with it
-        store.set(f"node{node}", "true")
-        for number in itertools.count():
-            if (plan := json.loads(store.get(f"pass{number}"))) is None:
-                return
-            until = time.monotonic() + plan.pop()
-            for index, (probe, nodes) in enumerate(tasks(*plan)):
-                if node in nodes:
-                    group, answer = PrefixStore(f"group{number}.{index}", store), None
-                    if time.monotonic() < until:
-                        answer = _answer(probe, nodes, node, group, Path(given["directory"]))
-                    store.set(f"{number}.{index}.{node}", json.dumps(answer))
 
 
 # -- measures --------------------------------------------------------------------------------------
 
 
-def _answer(probe: str, nodes: Sequence[int], node: int, store: Any, directory: Path) -> Any:
-    """Return the amounts of a probe, its error, or None without a GPU."""
-    import torch
-
+def _measured(
+    probe: str, nodes: Sequence[int], node: int, until: float, store: Any, directory: Path
+) -> list[tuple[str, float, str]]:
+    """Return the measures of a probe as in `Answer`; nothing without a GPU, or without time."""
+    names = [name for name, (of, _) in MEASURES.items() if of == probe]
     try:
-        if probe == CPU:
-            torch.set_num_threads(devices.usable_cores())
-            return _compute("cpu", _MATRIX, torch.float32, _COPIED)
-        if probe == DISK:
-            return _disk(directory)
-        if probe == PAIR:
-            return [_all_reduce(nodes, node, store)]
-        found: list[float] = []
-        for index in range(torch.cuda.device_count()):
-            found += _compute(f"cuda:{index}", _GPU_MATRIX, torch.float16, _GPU_COPIED)
-        return found or None
+        rows = _amounts(probe, nodes, node, until, store, directory)
     except Exception as error:
         text = getattr(error, "strerror", None) or str(error) or type(error).__name__
-        return text.strip().partition("\n")[0]
+        return [(name, 0.0, text.strip().partition("\n")[0]) for name in names]
+    found = list[tuple[str, float, str]]()
+    for name, amounts in zip(names, zip(*rows, strict=True), strict=False):
+        least = min(amounts)
+        found.append((name, least, f"GPU {amounts.index(least)}" if len(rows) > 1 else ""))
+    return found
+
+
+def _amounts(
+    probe: str, nodes: Sequence[int], node: int, until: float, store: Any, directory: Path
+) -> list[list[float]]:
+    """Return the amounts of a probe in a row for each device; no row if there is nothing to do."""
+    import torch
+
+    if time.monotonic() > until:
+        return []
+    if probe == CPU:
+        torch.set_num_threads(devices.usable_cores())
+        return [_compute("cpu", _MATRIX, torch.float32, _COPIED)]
+    if probe == DISK:
+        return [_disk(directory)]
+    if probe == PAIR:
+        return _pairs(nodes, node, until, store)
+
+    def compute(index: int) -> list[float]:
+        return _compute(f"cuda:{index}", _GPU_MATRIX, torch.float16, _GPU_COPIED)
+
+    with ThreadPoolExecutor() as pool:  # one after the other, eight would need 8 s
+        return list(pool.map(compute, range(torch.cuda.device_count())))
 
 
 def _rate(work: float, do: Callable[[], object], seconds: float) -> float:
@@ -440,27 +377,42 @@ def _disk(directory: Path) -> list[float]:
 
     The file has no name, so nothing is left if this process is killed.
     """
-    chunk = os.urandom(_CHUNK)  # a disk may compress
+    data = os.urandom(_WRITTEN)  # a disk may compress
     with tempfile.TemporaryFile(dir=directory, buffering=0) as stream:
-        begin, written = time.perf_counter(), 0
-        while written < _WRITTEN and (
-            written < 4 * _CHUNK or time.perf_counter() - begin < _MEASURE_SECONDS
-        ):
-            written += stream.write(chunk)
-        os.fsync(stream.fileno())
-        write_rate = written / (time.perf_counter() - begin) / 1e6
+
+        def write() -> None:
+            stream.seek(0)
+            stream.write(data)
+            os.fsync(stream.fileno())
 
         def read() -> None:
             # The kernel must forget what it has cached.
             os.posix_fadvise(stream.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
             stream.seek(0)
-            while stream.read(_CHUNK):
-                pass
+            stream.read()
 
-        return [write_rate, _rate(written / 1e6, read, _MEASURE_SECONDS / 2)]
+        return [
+            _rate(_WRITTEN / 1e6, write, _MEASURE_SECONDS),
+            _rate(_WRITTEN / 1e6, read, _MEASURE_SECONDS / 2),
+        ]
 
 
-def _all_reduce(nodes: Sequence[int], node: int, store: Any) -> float:
+def _pairs(nodes: Sequence[int], node: int, until: float, store: Any) -> list[list[float]]:
+    """Return the upper median of the all-reduces of a node: a slow partner has one of them."""
+    amounts, error = list[float](), None
+    for index, pair in enumerate(pairs_of(nodes)):
+        if node in pair and time.monotonic() < until:
+            try:
+                amounts.append(_all_reduce(pair, node, store, index))
+            except Exception as failed:
+                amounts.append(0.0)
+                error = failed
+    if error is not None and not statistics.median_high(amounts):
+        raise error
+    return [[statistics.median_high(amounts)]] if amounts else []
+
+
+def _all_reduce(pair: Sequence[int], node: int, store: Any, number: int) -> float:
     """Return the bus bandwidth of an all-reduce of two nodes: GB/s that each of them sends."""
     import torch
     from torch import distributed
@@ -468,12 +420,12 @@ def _all_reduce(nodes: Sequence[int], node: int, store: Any) -> float:
     torch.set_num_threads(1)  # the network is measured, not the addition
     gpus = torch.cuda.device_count() if distributed.is_nccl_available() else 0
     # Another GPU, and so another network card, with each partner.
-    device = f"cuda:{sum(nodes) % gpus}" if gpus else "cpu"
+    device = f"cuda:{sum(pair) % gpus}" if gpus else "cpu"
     distributed.init_process_group(
         "nccl" if gpus else "gloo",
-        store=store,
-        rank=list(nodes).index(node),
-        world_size=len(nodes),
+        store=distributed.PrefixStore(str(number), store),
+        rank=pair.index(node),
+        world_size=2,
         timeout=_TIMEOUT,
     )
     size, times = _GPU_REDUCED if gpus else _REDUCED, list[float]()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from clusterjob.node.agent.node_metrics import durations
+from clusterjob.node.agent.node_workers import durations
 from clusterjob.node.logs.events import Phase, PhaseBegin
 
 

@@ -13,16 +13,17 @@ import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from fuzzing import JSON, changed, fuzz
 from hypothesis import strategies as st
 
-from clusterjob.node.agent.node_workers import NodeWorkers
-from clusterjob.node.agent.state_report import StateReport
+from clusterjob.node.agent.node_workers import NodeWorkers, StateReport, answer_to
 from clusterjob.node.contract import World
 from clusterjob.node.environments.topology import Topology
+from clusterjob.node.metrics.stragglers import Wait
 from clusterjob.node.options import LaunchOptions
 from clusterjob.node.program import Program
 from clusterjob.node.rendezvous import messages
@@ -40,6 +41,7 @@ from clusterjob.node.states import (
 )
 from clusterjob.node.system.codec import MalformedMessageError, plain
 from clusterjob.node.verdict import Failure
+from clusterjob.node.workers import forkserver_messages
 from clusterjob.node.workers.forkserver_client import ForkserverClient
 
 
@@ -128,12 +130,12 @@ def test_sign_of_life_is_told_after_a_second_or_with_a_new_step(
 def test_state_without_failures_takes_1_kib_and_256_bytes_a_worker(
     report: StateReport, workers: int
 ) -> None:
-    report.succeed(range(workers))
     named = tuple(range(16_000, 16_008))  # as many as a worker names
+    report.set(succeeded=tuple(range(workers)))
     report.set(missing=Missing(workers - 1, named, gave_up=True), joined=workers, formed=workers)
     report.set(started=True, ended=True, step=2**40, sampled=10_000, measured="done")
     lines = ["rank 1 (node 1, local rank 1, host gpu1, pid 1): it sleeps in open (train.py:3)"]
-    report.answer(1, lines * min(workers, len(named)), [])
+    report.set(probed=answer_to(1, lines * min(workers, len(named)), []))
     assert len(messages.FROM_AGENT.encode_json(report.now())) <= 1024 + 256 * workers
 
 
@@ -162,7 +164,8 @@ def test_report_of_many_long_failures_and_answers_fits_a_message() -> None:
     report.begin(0)
     for rank in range(300):
         report.fail(failure(rank, lines=50), time.monotonic(), exited=True)
-        report.answer(1, ["x" * 1000], [failure(rank, lines=50)] if rank < 64 else [])
+    failures = [failure(rank, lines=50) for rank in range(64)]
+    report.set(probed=answer_to(1, ["x" * 1000] * 300, failures))
     state = report.now()
     data = messages.FROM_AGENT.encode_json(state)
     assert len(data) < LINE_BYTES - 1000
@@ -267,14 +270,15 @@ def test_order_that_is_repeated_is_answered_once(
     workers.start(Order(0, world=WORLD))
     found = Found(1, 0, ("rank 5: it sleeps",))
     order = Order(0, world=WORLD, report=True, probe=Probe(1, (0,)), found=found)
-    for answer in workers.answer(order, Order(0)):
-        asyncio.run(answer)
+    workers.answer(order, Order(0))
+    asyncio.run(workers.look(order, Order(0)))
     known = report.state
     assert known.reported
     assert known.probed is not None
     assert "was not started" in known.probed.lines[0]
-    assert not workers.answer(order, order)
-    assert report.state == known
+    workers.answer(order, order)
+    asyncio.run(workers.look(order, order))
+    assert report.state is known
     assert log.read_text().count("it sleeps") == 1
 
 
@@ -283,8 +287,35 @@ def test_node_takes_a_sample_for_each_number_and_none_when_the_stop_asks_for_non
 ) -> None:
     done, found = Order(0), list[int]()
     for order in Order(0, sample=1), Order(0, sample=2), Order(0, sample=2), Order(0):
-        for answer in workers.answer(order, done):
-            asyncio.run(answer)
+        before = report.state
+        asyncio.run(workers.look(order, done))
+        if report.state is not before:
             found.append(report.state.sampled)
         done = order
     assert found == [1, 2]
+
+
+def test_agent_sends_new_waits_every_5_s_and_forgets_old_ones(
+    workers: NodeWorkers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock = SimpleNamespace(now=1000.0)
+    monkeypatch.setattr("time.monotonic", lambda: clock.now)
+
+    def receive(local_rank: int, waited: float) -> None:
+        clock.now += 0.1
+        workers._on_worker_waits(forkserver_messages.WorkerWaits(local_rank, 0.5, waited))
+
+    receive(0, 0.1)  # no round yet
+    workers.start(Order(0, world=replace(WORLD, nproc=2, first_rank=4)))
+    assert workers.waits_due() is None
+    for local_rank in (0, 1, 2, 4095):
+        receive(local_rank, 0.1)
+    assert workers.waits_due() == messages.RankWaits(0, ((0, 0.5, 0.1), (1, 0.5, 0.1)))
+    assert workers.waits_due() is None
+    assert workers.waits() == {4: Wait(0.5, 0.1), 5: Wait(0.5, 0.1)}
+    receive(1, 0.2)
+    assert workers.waits_due() is None
+    clock.now += 5.0
+    assert workers.waits_due() == messages.RankWaits(0, ((1, 0.5, 0.2),))
+    clock.now += 60.0
+    assert not workers.waits()

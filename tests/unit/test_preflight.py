@@ -1,46 +1,42 @@
-"""The preflight's decisions: tasks, comparison of hosts, the table."""
+"""The preflight's decisions: pairs, comparison of hosts, the table."""
 
 from __future__ import annotations
 
 import json
 import random
-from collections.abc import Callable
+import sys
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from clusterjob.node import preflight
-from clusterjob.node.preflight import CPU, DISK, GPU, MEASURES, PAIR, HeatTable, is_slow
+from clusterjob.node.preflight import CPU, DISK, GPU, MEASURES, PAIR, Answer, HeatTable, is_slow
+from clusterjob.node.system import codec
+from clusterjob.node.system.codec import MalformedMessageError
 
-# The answer of a node to a probe: amounts, an error, or None; `...` for a silent node.
-Answer = Callable[[str, int], Any]
-
-
-class Measured:
-    """Nodes that were measured with these answers; each pass takes 4 s."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, nodes: int, answer: Answer) -> None:
-        self.now, self._answer = 0.0, answer
-        self.passes: list[list[str]] = []
-        monkeypatch.setattr(preflight, "time", SimpleNamespace(monotonic=lambda: self.now))
-        self.found = preflight.direct([*range(nodes)], self._take)
-        self.slow = self.found["slow"]
-
-    def _take(self, nodes: list[int], probes: list[str], _: float) -> preflight.Answers:
-        self.now += 4.0
-        self.passes.append(probes)
-        asked = [(task, node) for task in preflight.tasks(nodes, probes) for node in task[1]]
-        answers = {each: self._answer(each[0][0], each[1]) for each in asked}
-        return {each: answer for each, answer in answers.items() if answer is not ...}
+# What a node says to a probe: amounts, an error, or None.
+Said = Callable[[str, int], Any]
 
 
-Measure = Callable[[int, Answer], Measured]
+def compared(nodes: int, say: Said) -> dict[str, Any]:
+    """Return the comparison of nodes that say this."""
+    return preflight.compare({node: answer_of(say, node) for node in range(nodes)})
 
 
-@pytest.fixture
-def measure(monkeypatch: pytest.MonkeyPatch) -> Measure:
-    return lambda nodes, answer: Measured(monkeypatch, nodes, answer)
+def answer_of(say: Said, node: int) -> Answer:
+    amounts: list[tuple[str, float, str]] = []
+    for probe in preflight.PROBES:
+        names = [name for name, (of, _) in MEASURES.items() if of == probe]
+        said = say(probe, node)
+        if isinstance(said, str):
+            amounts += [(name, 0.0, said) for name in names]
+        elif said is not None:
+            amounts += [(name, amount, "") for name, amount in zip(names, said, strict=True)]
+    return Answer(tuple(amounts))
 
 
 def usual(probe: str, _node: int) -> Any:
@@ -49,19 +45,12 @@ def usual(probe: str, _node: int) -> Any:
     return None if probe == GPU else [random.uniform(90, 100) for _ in range(count)]
 
 
-def but(probe: str, node: int, answer: Any) -> Answer:
+def but(probe: str, node: int, answer: Any) -> Said:
     """Return the usual answers, but another one for one probe of one node."""
     return lambda *asked: answer if asked == (probe, node) else usual(*asked)
 
 
-# -- tasks -----------------------------------------------------------------------------------------
-
-
-def test_each_node_takes_each_probe_and_is_in_pairs_of_a_few_rounds() -> None:
-    found = preflight.tasks(range(8), [CPU, PAIR])
-    assert [nodes for probe, nodes in found if probe == CPU] == [(node,) for node in range(8)]
-    assert sum(probe == PAIR for probe, _ in found) == 5 * 4
-    assert not preflight.tasks([0], [PAIR])
+# -- pairs -----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("nodes", [2, 3, 5, 8, 33])
@@ -70,84 +59,169 @@ def test_pairs_are_a_tournament(nodes: int) -> None:
     assert len(set(map(frozenset, found))) == len(found) == nodes * (nodes - 1) // 2
     members = [node for pair in preflight.pairs_of(range(nodes), 1) for node in pair]
     assert len(members) == len(set(members)) >= nodes - 1
+    assert not preflight.pairs_of([0])
+
+
+@pytest.mark.parametrize(
+    "rates",
+    [{1: 9.0, 2: 8.0, 3: 1.0, 4: 7.0}, {1: 9.0, 2: None, 3: 8.0, 4: None}],
+    ids=["slow partner", "broken partners"],
+)
+def test_partner_that_is_slow_or_broken_makes_no_other_node_slow(
+    monkeypatch: pytest.MonkeyPatch, rates: dict[int, float | None]
+) -> None:
+    monkeypatch.setattr(preflight, "_all_reduce", partner(rates))
+    assert preflight._pairs(range(5), 0, time.monotonic() + 9.0, None) == [[8.0]]
+    assert preflight._pairs(range(5), 0, 0.0, None) == [], "no time is left"
+
+
+def test_node_whose_all_reduces_fail_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(preflight, "_all_reduce", partner({}))
+    with pytest.raises(RuntimeError, match="gloo is broken"):
+        preflight._pairs(range(5), 0, time.monotonic() + 9.0, None)
+
+
+def partner(rates: Mapping[int, float | None]) -> Callable[..., float]:
+    """Return all-reduces with these rates by partner, or an error."""
+
+    def all_reduce(pair: tuple[int, int], node: int, _store: Any, _number: int) -> float:
+        rate = rates.get(sum(pair) - node)
+        if rate is None:
+            raise RuntimeError("gloo is broken\nat line 1")
+        return rate
+
+    return all_reduce
 
 
 # -- comparison ------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("probe", "name"), [(PAIR, "all-reduce"), (CPU, "matrix multiply")])
-def test_slow_host_is_named_with_its_measure(measure: Measure, probe: str, name: str) -> None:
-    def answer(asked: str, node: int) -> Any:
+def test_slow_host_is_named_with_its_measure(probe: str, name: str) -> None:
+    def say(asked: str, node: int) -> Any:
         amounts = usual(asked, node)
         return [0.3 * amounts[0], *amounts[1:]] if (asked, node) == (probe, 3) else amounts
 
-    found = measure(5, answer)
-    assert list(found.slow) == [3]
-    assert found.slow[3].startswith(f"{name} 0.")
-    assert found.passes[1:] == [[probe]] * 3, "only what was small is measured again"
-    assert found.now <= preflight.SECONDS
+    [(node, text)] = compared(5, say)["slow"].items()
+    assert node == 3
+    assert text.startswith(f"{name} 0.")
 
 
 @pytest.mark.parametrize("nodes", [1, 2, 3, 5])
-def test_equal_hosts_are_not_named(measure: Measure, nodes: int) -> None:
-    found = measure(nodes, usual)
-    assert not found.slow
-    assert len(found.passes) == 1
-    assert len(found.found["rows"]) == nodes
+def test_equal_hosts_are_not_named(nodes: int) -> None:
+    found = compared(nodes, usual)
+    assert not found["slow"]
+    assert len(found["rows"]) == nodes
 
 
-def test_host_that_is_slow_once_is_cleared(measure: Measure) -> None:
-    seen: list[int] = []
-
-    def answer(probe: str, node: int) -> Any:
-        if (probe, node) == (DISK, 2):
-            seen.append(node)
-            if len(seen) == 1:
-                return [10.0, 100.0]
-        return usual(probe, node)
-
-    assert not measure(4, answer).slow
-    assert len(seen) == 2, "measured again"
-
-
-def test_host_with_an_error_is_named_with_the_error(measure: Measure) -> None:
-    text = measure(4, but(DISK, 1, "No space left\x1b[2J")).slow[1]
+def test_host_with_an_error_is_named_with_the_error() -> None:
+    text = compared(4, but(DISK, 1, "No space left\x1b[2J"))["slow"][1]
     assert text.startswith("disk write 0.00 of the median (0 MB/s of ")
     assert "No space left" in text
     assert "\x1b" not in text
     assert "also small: disk read" in text
 
 
-def test_slowest_gpu_of_a_host_is_named(measure: Measure) -> None:
-    def answer(probe: str, node: int) -> Any:
-        if probe != GPU:
-            return usual(probe, node)
-        return [9.0, 9.0, 9.0, 1.0 if node == 1 else 9.0]  # of two GPUs
-
-    assert measure(3, answer).slow == {1: "GPU memory 0.11 of the median (1 GB/s of 9 GB/s; GPU 1)"}
-
-
-def test_measure_that_fails_everywhere_blames_nobody(measure: Measure) -> None:
-    found = measure(3, lambda *asked: "gloo is broken" if asked[0] == PAIR else usual(*asked))
-    assert not found.slow
-    assert found.found["findings"] == ["all-reduce could not be measured: gloo is broken"]
+def test_note_is_shown_behind_the_amount() -> None:
+    answers = {
+        node: Answer((("GPU memory", 1.0 if node == 1 else 9.0, "GPU 3"),)) for node in range(3)
+    }
+    assert preflight.compare(answers)["slow"] == {
+        1: "GPU memory 0.11 of the median (1 GB/s of 9 GB/s; GPU 3)"
+    }
 
 
-def test_host_that_lies_about_its_pairs_blames_only_itself(measure: Measure) -> None:
-    assert list(measure(5, but(PAIR, 2, [0.0])).slow) == [2]
+def test_measure_that_fails_everywhere_blames_nobody() -> None:
+    found = compared(3, lambda *asked: "gloo is broken" if asked[0] == PAIR else usual(*asked))
+    assert not found["slow"]
+    assert found["findings"] == ["all-reduce could not be measured: gloo is broken"]
 
 
-@pytest.mark.parametrize("wrong", [[float("nan")] * 2, [-1.0, 1.0], ["1", 1], [True, 1], [1.0], {}])
-def test_wrong_answer_is_an_error_of_its_node(measure: Measure, wrong: Any) -> None:
-    assert "a wrong answer" in measure(4, but(CPU, 2, wrong)).slow[2]
+@pytest.mark.parametrize("wrong", [float("nan"), -1.0, "1", True, None])
+def test_wrong_answer_is_refused(wrong: Any) -> None:
+    with pytest.raises(MalformedMessageError):
+        codec.read(Answer, {"amounts": [["memory", wrong, ""]]})
 
 
-def test_silent_process_is_named_and_asked_once(measure: Measure) -> None:
-    slow = but(CPU, 0, [1.0, 1.0])
-    found = measure(4, lambda *asked: ... if asked == (DISK, 1) else slow(*asked))
-    assert found.slow[1] == "the measuring process does not answer"
-    assert list(found.slow) == [1, 0]
-    assert len(found.passes) > 1
+def test_unknown_measure_is_ignored() -> None:
+    found = preflight.compare({0: Answer((("memory", 1.0, ""), ("a lie", 1.0, "")))})
+    assert [name for name, *_ in found["columns"]] == ["memory"]
+
+
+# -- the processes, without torch ------------------------------------------------------------------
+
+
+class Store:
+    """A store of torch with what other processes have set; a missing key has no time."""
+
+    def __init__(self, **values: str) -> None:
+        self.values = values
+
+    def set(self, key: str, value: str) -> None:
+        self.values[key] = value
+
+    def wait(self, keys: list[str], _timeout: Any) -> None:
+        if keys[0] not in self.values:
+            raise RuntimeError("wait timeout")
+
+    def get(self, key: str) -> str:
+        return self.values[key]
+
+
+GIVEN = {"node": 0, "nodes": [0, 1, 2, 3], "start_seconds": 0.0, "directory": "/nowhere"}
+
+
+@pytest.fixture
+def prefixes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let the stores of a group be that of all, without an import of torch."""
+    torch = SimpleNamespace(PrefixStore=lambda _prefix, store: store)
+    monkeypatch.setitem(sys.modules, "torch", SimpleNamespace(distributed=torch))
+    monkeypatch.setitem(sys.modules, "torch.distributed", torch)
+
+
+def test_silent_process_and_one_that_has_not_started_are_named(
+    monkeypatch: pytest.MonkeyPatch, prefixes: None
+) -> None:
+    monkeypatch.setattr(preflight, "_measured", lambda *_: [("memory", 9.0, "")])
+    fast, wrong = json.dumps({"amounts": [["memory", 9.0, ""]]}), json.dumps({"amounts": 3})
+    store = Store(started1="true", answer1=fast, started2="true", answer2=wrong)
+    found = preflight._compare_all(store, GIVEN)
+    assert found["slow"] == {
+        2: "the measuring process does not answer",
+        3: "the measuring process has not started",
+    }
+    assert json.loads(store.values["nodes"]) == [0, 1, 2]
+    assert list(found["rows"]) == [0, 1]
+
+
+def test_best_amount_of_a_node_counts(monkeypatch: pytest.MonkeyPatch, prefixes: None) -> None:
+    said = iter([(0.0, "No space left"), (7.0, "GPU 1"), (5.0, "GPU 0")])
+    monkeypatch.setattr(
+        preflight,
+        "_measured",
+        lambda probe, *_: [("memory", *next(said))] if probe == CPU else [],
+    )
+    store = Store()
+    preflight._measure(store, GIVEN, [0, 1])
+    assert json.loads(store.values["answer0"]) == {"amounts": [["memory", 7.0, "GPU 1"]]}
+
+
+def test_answer_names_the_slowest_gpu_or_the_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    def measured(probe: str, amounts: Callable[..., Any]) -> Any:
+        monkeypatch.setattr(preflight, "_amounts", amounts)
+        return preflight._measured(probe, [0], 0, 0.0, None, Path())
+
+    found = measured(GPU, lambda *_: [[9.0, 9.0], [9.0, 1.0]])
+    assert found == [("GPU matrix multiply", 9.0, "GPU 0"), ("GPU memory", 1.0, "GPU 1")]
+    assert measured(CPU, lambda *_: [[9.0, 8.0]]) == [
+        ("matrix multiply", 9.0, ""),
+        ("memory", 8.0, ""),
+    ]
+    assert measured(GPU, lambda *_: []) == [], "there is no GPU"
+    error = OSError(28, "No space left")
+    assert measured(PAIR, lambda *_: (_ for _ in ()).throw(error)) == [
+        ("all-reduce", 0.0, "No space left")
+    ]
 
 
 # -- the table -------------------------------------------------------------------------------------
@@ -183,7 +257,6 @@ def test_table_of_many_hosts_keeps_the_slowest() -> None:
 @pytest.mark.parametrize(
     "change",
     [
-        {"rows": [["gpu0", [1.0, 2.0]]]},
         {"rows": [["gpu0", [-1.0]]]},
         {"rows": [["gpu0", ["1"]]]},
         {"rows": [[7, [1.0]]]},

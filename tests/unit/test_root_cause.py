@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from clusterjob.node.agent.state_report import StateReport
+from clusterjob.node.agent.node_workers import StateReport
 from clusterjob.node.rendezvous import root_cause as ranking
 from clusterjob.node.rendezvous.root_cause import EFFECT_TIMEOUT, EXIT_TIMEOUT, Entry
 from clusterjob.node.verdict import Failure, FailureKind

@@ -18,7 +18,6 @@ from clusterjob.cli.top_columns import rank_columns
 from clusterjob.insight import sample_files
 from clusterjob.insight import stragglers as insight
 from clusterjob.insight.live_node import RankNow
-from clusterjob.node.agent.node_workers import NodeWaits
 from clusterjob.node.contract import World
 from clusterjob.node.coordinator import waits_of
 from clusterjob.node.logs import events
@@ -26,10 +25,10 @@ from clusterjob.node.logs.events import EventLog, Straggler, read_events
 from clusterjob.node.logs.log_files import node_directory
 from clusterjob.node.metrics import stragglers
 from clusterjob.node.metrics.samples import NodeFacts, Sample, SampleWriter, WorkerSample
-from clusterjob.node.metrics.stragglers import Lateness, StragglerWatch, Wait
+from clusterjob.node.metrics.stragglers import StragglerWatch, Wait
 from clusterjob.node.rendezvous import messages
 from clusterjob.node.verdict import JobState
-from clusterjob.node.workers import forkserver_messages, torch_patches
+from clusterjob.node.workers import torch_patches
 from clusterjob.node.workers.torch_patches import Waits
 
 Sent = list[tuple[float, float]]
@@ -95,9 +94,8 @@ def test_process_whose_timers_are_never_read_sends_nothing(clock: Any, sent: Sen
 # -- the rule --------------------------------------------------------------------------------------
 
 
-def late_in(waits: dict[int, Wait]) -> dict[int, Lateness]:
-    found = stragglers.compare(waits)
-    return {rank: each for rank, each in found.items() if each.reaches(stragglers.SHARE)}
+def late_in(waits: dict[int, Wait]) -> dict[int, Wait]:
+    return {rank: each for rank, each in stragglers.compare(waits).items() if each.is_long}
 
 
 def even(count: int, step: float = 0.5, waited: float = 0.05) -> dict[int, Wait]:
@@ -113,7 +111,7 @@ def test_ranks_that_wait_less_than_half_of_the_ranks_are_late(late: list[int], c
     waits = even(count, waited=0.45) | {rank: Wait(0.5, 0.05) for rank in late}
     found = late_in(waits)
     assert sorted(found) == late
-    assert found[late[0]] == Lateness(pytest.approx(0.4), step=0.5)
+    assert found[late[0]] == Wait(0.5, pytest.approx(0.4))
     assert found[late[0]].waited / found[late[0]].step == pytest.approx(0.8)
 
 
@@ -276,23 +274,6 @@ def test_top_marks_straggler_and_shows_share_of_its_waits() -> None:
     ranks = [RankNow(rank, 0, "gpu0", waits=rank * 10.0) for rank in range(3)]
     assert [columns["WAIT%"].text(rank) for rank in ranks] == ["0", "10", "20"]
     assert [columns["RANK"].style(rank) for rank in ranks] == ["", "bold red", "bold yellow"]
-
-
-def test_agent_sends_new_waits_every_5_s_and_forgets_old_ones(clock: Any) -> None:
-    waits = NodeWaits()
-    waits.receive(forkserver_messages.WorkerWaits(0, 0.5, 0.1))  # no round yet
-    waits.begin_round(replace(world_of(1, 2, 2), first_rank=4))
-    for local_rank in (0, 1, 2, 4095):
-        waits.receive(forkserver_messages.WorkerWaits(local_rank, 0.5, 0.1))
-    assert waits.due() == messages.RankWaits(0, ((0, 0.5, 0.1), (1, 0.5, 0.1)))
-    assert waits.due() is None
-    assert waits.newest() == {4: Wait(0.5, 0.1), 5: Wait(0.5, 0.1)}
-    waits.receive(forkserver_messages.WorkerWaits(1, 0.5, 0.2))
-    assert waits.due() is None
-    clock.now += 5.0
-    assert waits.due() == messages.RankWaits(0, ((1, 0.5, 0.2),))
-    clock.now += 60.0
-    assert not waits.newest()
 
 
 # -- events that are read --------------------------------------------------------------------------

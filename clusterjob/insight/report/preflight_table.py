@@ -7,8 +7,6 @@ from typing import Any
 from clusterjob.insight.preflight import PreflightFound
 from clusterjob.node.preflight import is_slow, least, level_of, quantity
 
-_MAX_ROWS = 200
-
 
 def rows(found: PreflightFound | None) -> dict[str, Any] | None:
     """Return the columns, and the rows with text, level and mark of each cell; None without any."""
@@ -25,9 +23,9 @@ def rows(found: PreflightFound | None) -> dict[str, Any] | None:
                     for cell in cells
                 ],
             )
-            for name, cells in hosts[:_MAX_ROWS]
+            for name, cells in hosts
         ],
-        "more": found.table.hosts - min(len(hosts), _MAX_ROWS),
+        "more": found.table.hosts - len(hosts),
         "slow": found.slow,
         "findings": found.findings,
     }

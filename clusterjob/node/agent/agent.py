@@ -7,7 +7,6 @@ may take its place. Such a node becomes the coordinator itself when its turn com
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import json
 import math
 import os
@@ -22,11 +21,8 @@ from typing import TYPE_CHECKING, Any
 from clusterjob.errors import ClusterJobError, RendezvousError
 from clusterjob.node import preflight
 from clusterjob.node.agent.connection import Link, Search
-from clusterjob.node.agent.node_metrics import NodeMetrics
-from clusterjob.node.agent.node_workers import NodeWorkers
+from clusterjob.node.agent.node_workers import NodeMetrics, NodeWorkers, StateReport
 from clusterjob.node.agent.parent import AgentParent
-from clusterjob.node.agent.state_report import StateReport
-from clusterjob.node.agent.stop_requests import StopRequests
 from clusterjob.node.coordinator import Coordinator, MinorityError
 from clusterjob.node.decide import MEASURED
 from clusterjob.node.environments import this_node, worker_variables
@@ -46,6 +42,9 @@ from clusterjob.node.workers.forkserver_client import ForkserverClient
 if TYPE_CHECKING:
     from clusterjob.node.notifications import Notifier
 
+# Seconds in which a second SIGINT belongs to the same Ctrl-C: a command between the terminal and
+# this agent may forward it.
+_ONE_KEYSTROKE = 0.5
 _RENEW_INTERVAL = 0.5  # seconds
 _GONE_SECONDS, _PAUSE = 6.0, 0.02  # seconds for the workers to end before this node joins again
 _END_SECONDS = 2.0  # seconds for the coordinator to close its connections
@@ -90,10 +89,28 @@ class Agent:
         self._report = StateReport(
             parent.note.read().get("rounds", 0), tells_life=node.options.hang_timeout is not None
         )
-        self._requests = StopRequests(node, self._report)
+        self._interrupted_at = math.inf  # by Ctrl-C; workers then get SIGINT instead of SIGTERM
         # One more port, which rank 0 binds itself.
         self._held = worker_variables.hold_ports(nproc + 1)
-        self._hello = self._make_hello(nproc)
+        address = this_node.own_address(node.topology)
+        # Node 0 of hosts with several addresses has them all in `address`.
+        host = address.partition(",")[0]
+        self._hello = messages.Hello(
+            node_rank=self._node_rank,
+            host=this_node.node_name(),
+            pid=os.getpid(),
+            attempt=node.identity.attempt,
+            nnodes=node.topology.nnodes,
+            nproc=nproc,
+            address=address,
+            counted_by=node.identity.counted_by,
+            endpoints=tuple(
+                network.with_port(host, holder.getsockname()[1]) for holder in self._held
+            ),
+            wants_endpoints=worker_variables.may_use_paddle(node.options.program),
+            rounds=self._report.state.seen,
+            key=node.identity.key,
+        )
         self._workers = NodeWorkers(node, forkserver, self._report, self._send)
         self._metrics = NodeMetrics(node, self._workers)
         self._order = Order()  # the last one
@@ -106,28 +123,6 @@ class Agent:
         self._position = 0.0  # how many nodes come before this one
         self._deadline: float | None = None  # of the search that goes on
         self._alone = 0  # how often this agent has become the coordinator since the last round
-        self._ended = False
-
-    def _make_hello(self, nproc: int) -> messages.Hello:
-        topology, job = self._node.topology, self._node.identity
-        address = this_node.own_address(topology)
-        # Node 0 of hosts with several addresses has them all in `address`.
-        host = address.partition(",")[0]
-        ports = [holder.getsockname()[1] for holder in self._held]
-        return messages.Hello(
-            node_rank=topology.node_rank,
-            host=this_node.node_name(),
-            pid=os.getpid(),
-            attempt=job.attempt,
-            nnodes=topology.nnodes,
-            nproc=nproc,
-            address=address,
-            counted_by=job.counted_by,
-            endpoints=tuple(network.with_port(host, port) for port in ports),
-            wants_endpoints=worker_variables.may_use_paddle(self._options.program),
-            rounds=self._report.state.seen,
-            key=job.key,
-        )
 
     # -- from join to verdict ----------------------------------------------------------------------
 
@@ -136,16 +131,17 @@ class Agent:
         files.use_thread()
         first = not self._parent.why  # no agent that was killed
         if first:  # the node's script has become this process, or its parent
-            began = time.monotonic() - processes.age(self._parent.pid)
-            self._workers.phases.add(Phase.SETUP, at=began)
-        self._workers.phases.add(Phase.IMPORT)
+            self._workers.begin_phase(
+                Phase.SETUP, at=time.monotonic() - processes.age(self._parent.pid)
+            )
+        self._workers.begin_phase(Phase.IMPORT)
         asyncio.get_running_loop().add_reader(self._forkserver.control, self._receive)
-        self._requests.listen(self._forkserver.early)
+        self._listen()
         if self._notifier is not None:
             self._workers.spared = self._notifier.pids
             if self._node_rank == 0 and first:
                 self._notifier.attempt_begins(self._node.identity.attempt)
-        await self._metrics.serve()
+        await self._metrics.start()
         following = self._start(self._follow_output())
         self._start(self._send_states())
         self._start(self._keep_lease())
@@ -168,17 +164,15 @@ class Agent:
         kept, attempt = self._parent.note.read(), self._node.identity.attempt
         why = self._parent.why or f"the agent of node {self._node_rank} was started again"
         lost = ConnectionLost(why, ended=True)
-        coordinated = kept.get("coordinates", self._node_rank == 0)
-        if coordinated:
-            self._earlier = succession.from_disk(self._node.directory, attempt, why=why)
-        if self._earlier is not None:
+        if not kept.get("coordinates", self._node_rank == 0):
+            verdict = await self._join(lost, first=not kept.get("joined"))
+        elif earlier := succession.from_disk(self._node.directory, attempt, why=why):
             # Another node may have become the coordinator meanwhile.
-            self._parent.keep(successors=list(self._earlier.state.addresses))
+            self._earlier = earlier
+            self._parent.keep(successors=list(earlier.state.addresses))
             verdict = await self._join(lost, _LOOK_SECONDS)
-        elif coordinated:
-            await self._coordinate(None)
         else:
-            verdict = await self._join(lost if kept.get("joined") else None)
+            await self._coordinate(None)
         while verdict is None:
             match await self._orders.get():
                 case messages.End() as end:
@@ -199,8 +193,6 @@ class Agent:
         if order.round > self._report.state.round and (order.world or order.stop):
             self._report.begin(order.round)
             if order.world is not None:
-                if self._options.metrics:
-                    self._metrics.begin_round(order.world)
                 self._renew_lease()  # that of the last coordinator may be over
                 self._workers.start(order)
         if order.stop is not None and (order.round, order.stop) != (done.round, done.stop):
@@ -213,8 +205,8 @@ class Agent:
             self._measuring.cancel()
         if order.round == self._report.state.round:
             done = done if done.round == order.round else Order()
-            for answer in self._workers.answer(order, done):
-                self._start(answer)
+            self._workers.answer(order, done)
+            self._start(self._workers.look(order, done))
 
     async def _on_coordinator_lost(self, lost: ConnectionLost) -> Verdict | None:
         """Stop the workers, and go on with the next coordinator; else return the verdict."""
@@ -224,10 +216,11 @@ class Agent:
         if self._link is not None:
             link, self._link = self._link, None
             await link.close()
+        why = f"node {self._node_rank} lost the coordinator: {lost.why}"
         if not self._options.restarts:
             # An error of the connection may have discarded the end of the job.
-            return self._end_without_coordinator(self._lost_text(lost))
-        self._console.print(f"{self._lost_text(lost)}; it may come back")
+            return self._end_without_coordinator(why)
+        self._console.print(f"{why}; it may come back")
         deadline = time.monotonic() + _GONE_SECONDS
         while not self._report.state.idle and time.monotonic() < deadline:
             await asyncio.sleep(_PAUSE)
@@ -236,41 +229,44 @@ class Agent:
 
     # -- join, or coordinate -----------------------------------------------------------------------
 
-    async def _join(self, lost: ConnectionLost | None, after: float = math.inf) -> Verdict | None:
+    async def _join(
+        self, lost: ConnectionLost, after: float = 0.0, *, first: bool = False
+    ) -> Verdict | None:
         """Join the coordinator, or become it; else return the verdict of this node.
 
         Args:
-            lost: how the last connection ended; None if this node has never joined.
+            lost: how the last connection ended.
             after: seconds after which the first of the other nodes becomes the coordinator.
+            first: whether this node has never joined.
 
         Raises:
             RendezvousError: the coordinator refused this agent, or was not found in time.
         """
-        options = self._options
-        after += self._alone * _AGAIN_SECONDS + self._position * _TURN_SECONDS
-        if self._earlier is None:
-            after = math.inf
-        deadline, addresses = self._deadline, [self._node.topology.master_addr]
-        if lost is None:
+        options, deadline = self._options, self._deadline
+        if first:
             deadline = time.monotonic() + options.join_timeout
         elif deadline is None:
             goes_on = options.spares or options.min_nodes is not None  # without this node
             wait = max(options.return_timeout, options.join_timeout if goes_on else 0.0)
             deadline = self._deadline = time.monotonic() + wait
-        if lost is not None:
-            addresses += self._parent.note.read().get("successors", [])
-        cancelled = self._requests.cancelled
-        search = Search(self._node, self._hello, cancelled, deadline, first=lost is None)
+        after += self._alone * _AGAIN_SECONDS + self._position * _TURN_SECONDS
+        addresses = [self._node.topology.master_addr]
+        addresses += self._parent.note.read().get("successors", [])
+        search = Search(self._node, self._hello, self._report, deadline, first=first)
         try:
-            while (channel := await search.run(addresses, time.monotonic() + after)) is None:
-                if lost is not None and (earlier := await self._replaceable(lost)) is not None:
+            while True:
+                turn = math.inf if self._earlier is None else time.monotonic() + after
+                if (channel := await search.run(addresses, turn)) is not None:
+                    break
+                if (earlier := await self._replaceable(lost)) is not None:
                     self._alone += 1
                     await self._coordinate(earlier)
                     return None
         except RendezvousError as error:
-            if lost is None and not cancelled.done():
+            if first and not self._report.state.request.cancel:
                 raise
-            return self._end_without_coordinator(f"{self._lost_text(lost)}; {error.message}")
+            why = f"node {self._node_rank} lost the coordinator: {lost.why}; {error.message}"
+            return self._end_without_coordinator(why)
         self._orders = asyncio.Queue()
         self._link = Link(channel, options, self._orders, self._start)
         self._parent.keep(joined=True, coordinates=False)
@@ -279,9 +275,9 @@ class Agent:
 
     async def _replaceable(self, lost: ConnectionLost) -> Earlier | None:
         """Return the coordinator whose place this agent may take; None if it may not."""
-        if (earlier := self._earlier) is None:
-            return None
-        state, topology, gone = earlier.state, self._node.topology, frozenset[int]()
+        earlier, topology = self._earlier, self._node.topology
+        assert earlier is not None
+        state, gone = earlier.state, frozenset[int]()
         ended = succession.confirmed_ended
         if earlier.moved and await asyncio.to_thread(ended, state, topology.source):
             gone = frozenset({state.node})
@@ -320,7 +316,7 @@ class Agent:
         self._peer = self._coordinator.membership.join(self._hello, self._orders.put_nowait)
         if self._supervisor is not None:
             # The coordinator informs the other nodes.
-            self._start(self._requests.poll_job_dir())
+            self._start(self._poll_job_dir())
             await asyncio.sleep(0)
         # Requests may have arrived during the imports: the coordinator then starts no workers.
         self._send(self._report.now())
@@ -360,8 +356,7 @@ class Agent:
         if not (why := self._workers.receive()):
             return
         asyncio.get_running_loop().remove_reader(self._forkserver.control)
-        is_over = self._ended or self._requests.cancelled.done()
-        if self._parent.left and not is_over:
+        if self._parent.left and not self._report.state.request.cancel:
             self._send(self._report.now())  # this process ends before its next turn
             self._parent.keep(why=why)
             os.kill(os.getpid(), signal.SIGKILL)
@@ -375,7 +370,7 @@ class Agent:
     def _renew_lease(self) -> None:
         if self._link is not None or self._coordinator is not None:
             heard_at = time.monotonic() if self._link is None else self._link.heard_at
-            self._parent.lease.write({"until": heard_at + self._options.lease})
+            self._parent.keep(until=heard_at + self._options.lease)
 
     async def _follow_output(self) -> None:
         loop = asyncio.get_running_loop()
@@ -383,7 +378,7 @@ class Agent:
             await asyncio.sleep(log_files.INTERVAL)
             grown = await loop.run_in_executor(files.disk, self._workers.timeline.note)
             self._workers.note_output(grown)
-            if (waits := self._workers.waits.due()) is not None:
+            if (waits := self._workers.waits_due()) is not None:
                 self._send(waits)
             self._console.show()
             if self._supervisor is not None:
@@ -394,6 +389,72 @@ class Agent:
                     self._workers.fail_node(why)
                     if self._options.restarts:  # the next round must not use this node
                         raise ClusterJobError(why)
+
+    # -- requests to end the job -------------------------------------------------------------------
+
+    def _listen(self) -> None:
+        """Accept requests to cancel or preempt the job: signals, and the end of the lifeline.
+
+        A scheduler that takes a job's nodes away sends SIGTERM too. In a job that may be preempted,
+        it is a warning, unless the job directory records that the job is cancelled.
+        """
+        loop, preemptible = asyncio.get_running_loop(), self._options.warning is not None
+        for number in processes.handled_signals(preemptible=preemptible):
+            loop.add_signal_handler(number, self._on_signal, number)
+        for number in self._forkserver.early:
+            self._on_signal(number)
+        if self._options.lifeline:
+            try:
+                loop.add_reader(0, self._on_lifeline)
+            except PermissionError:  # epoll refuses a file or /dev/null, which counts as ended
+                self._on_lifeline()
+        if (
+            preemptible
+            and ends.warning_file(self._node.directory, self._node.identity.attempt).exists()
+        ):
+            why = f"a warning on {this_node.node_name()}, while the job was starting"
+            self._report.ask(warning=why[:300])
+
+    def _on_lifeline(self) -> None:
+        asyncio.get_running_loop().remove_reader(0)
+        if not ends.detached(self._node.directory):
+            self._cancel("the command that ran the job is gone")
+
+    async def _poll_job_dir(self) -> None:
+        """Check every 2 s for the file that cancels the job: a signal may not reach this node."""
+        loop, job_dir = asyncio.get_running_loop(), self._node.directory
+        found = ends.cancelled(job_dir)
+        while not found:
+            await asyncio.sleep(ends.REQUEST_SECONDS)
+            found = await loop.run_in_executor(files.disk, ends.cancelled, job_dir)
+        self._cancel("cancelled", interrupt=ends.interrupted(job_dir))
+
+    def _on_signal(self, number: int) -> None:
+        if number == signal.SIGINT and math.isinf(self._interrupted_at):
+            reader = processes.terminal_reader(os.getpid())
+            if reader is not None:  # rank 0 reads from the terminal, so Ctrl-C is for its prompt
+                processes.send_signal(reader, signal.SIGINT)
+                return
+        why = f"{processes.signal_name(number)} on {this_node.node_name()}"
+        terminated = number == signal.SIGTERM and not ends.cancelled(self._node.directory)
+        if self._options.warning is not None and (terminated or number == signal.SIGUSR1):
+            self._report.ask(warning=why[:300])
+            return
+        if time.monotonic() > self._interrupted_at + _ONE_KEYSTROKE:
+            self._report.ask(kill=True)
+        self._cancel(why, terminated=terminated, interrupt=number == signal.SIGINT)
+
+    def _cancel(self, why: str, *, terminated: bool = False, interrupt: bool = False) -> None:
+        if self._report.state.request.cancel:
+            return
+        if interrupt:
+            self._interrupted_at = time.monotonic()
+        self._report.ask(
+            cancel="cancelled" if ends.cancelled(self._node.directory) else why[:300],
+            interrupt=interrupt,
+            terminated=terminated,
+            stacks=ends.stacks_wanted(self._node.directory) or terminated,
+        )
 
     # -- the preflight -----------------------------------------------------------------------------
 
@@ -408,22 +469,21 @@ class Agent:
             "directory": os.fspath(directory),
             "parent": os.getpid(),
         }
-        variables = worker_variables.quiet_defaults(
-            os.environ, topology.master_addr, nnodes=topology.nnodes
-        )
-        package = Path(preflight.__file__).parents[2]  # in a directory, or in the node zip
-        paths = (os.fspath(package), os.environ.get("PYTHONPATH", ""))
-        variables["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
+        package = os.fspath(Path(preflight.__file__).parents[2])  # a directory, or the node zip
+        code = f"from {preflight.__name__} import main; main()"
         found, process = {"error": "it has ended; its log is preflight.log"}, None
         try:
             with os.fdopen(files.open_log(directory / PREFLIGHT_LOG), "ab") as log:
                 process = await asyncio.create_subprocess_exec(
-                    *(sys.executable, "-m", preflight.__name__),
+                    *(sys.executable, "-c", f"import sys; sys.path.insert(0, {package!r}); {code}"),
                     stdin=asyncio.subprocess.PIPE,
                     stdout=asyncio.subprocess.PIPE,
                     stderr=log,
                     cwd=directory,  # no module of the script's directory replaces another
-                    env=os.environ | variables,
+                    env=os.environ
+                    | worker_variables.quiet_defaults(
+                        os.environ, topology.master_addr, nnodes=topology.nnodes
+                    ),
                     pass_fds=[store.fileno()] if store is not None else [],
                     start_new_session=True,  # no Ctrl-C of a terminal
                 )
@@ -436,9 +496,8 @@ class Agent:
         finally:
             if store is not None:
                 store.close()
-            if process is not None:
-                with contextlib.suppress(ProcessLookupError):
-                    process.kill()
+            if process is not None and process.returncode is None:
+                process.kill()
         if store is not None:  # before the state: the coordinator in this process needs both
             self._send(messages.PreflightFound(found))
         self._report.set(measured=found.get("error", MEASURED)[:300])
@@ -450,23 +509,25 @@ class Agent:
 
         After another error, the other nodes may go on.
         """
-        if isinstance(error, ClusterJobError):
-            why = error.message
-        else:
-            who = f"the agent of node {self._node_rank} on {this_node.node_name()}"
-            why = f"{who} (pid {os.getpid()}) failed: {crashes.summary(error)}"
-        verdict = self._own_verdict(JobState.FAILED, why)
-        if self._coordinator is not None and not isinstance(error, ClusterJobError):
-            self._coordinator.membership.broadcast(messages.End(verdict))
         if self._coordinating is not None:
             self._coordinating.cancel()
+        if isinstance(error, ClusterJobError):
+            return self._own_verdict(JobState.FAILED, error.message)
+        who = f"the agent of node {self._node_rank} on {this_node.node_name()} (pid {os.getpid()})"
+        verdict = self._own_verdict(JobState.FAILED, f"{who} failed: {crashes.summary(error)}")
+        if self._coordinator is not None:
+            self._coordinator.membership.broadcast(messages.End(verdict))
         return verdict
 
     async def _end(self, verdict: Verdict) -> None:
         """End all processes of this node, and record the end."""
-        self._ended = True
-        if self._notifier is not None and self._reports_end(verdict):
-            self._notifier.ended(verdict)
+        self._parent.left = 0  # no other agent replaces this one
+        coordinates = self._coordinator is not None
+        if self._notifier is not None:
+            # The other nodes go on without a lost one if they are the larger part.
+            ends_here = verdict.state is not JobState.LOST or self._node.topology.nnodes <= 2
+            if coordinates or (self._node_rank == 0 and self._link is None and ends_here):
+                self._notifier.ended(verdict)
         self._report.stop()
         await self._forkserver.quit()
         self._workers.flight_recorder.close()
@@ -476,7 +537,7 @@ class Agent:
         await asyncio.get_running_loop().run_in_executor(files.disk, self._workers.timeline.note)
         self._console.finish()
         self._record_end(verdict)
-        if self._coordinator is not None:
+        if coordinates:
             self._console.print(verdict.text())
             self._console.print_verdict(verdict)
         elif verdict.state is not JobState.SUCCEEDED:
@@ -499,23 +560,12 @@ class Agent:
 
     def _end_without_coordinator(self, why: str) -> Verdict:
         """Return the verdict if the job was cancelled or has ended; else LOST for this reason."""
-        if self._requests.cancelled.done():
-            return self._own_verdict(JobState.CANCELLED, self._requests.cancelled.result())
+        if why_cancelled := self._report.state.request.cancel:
+            return self._own_verdict(JobState.CANCELLED, why_cancelled)
         recorded = ends.read_result(self._node.directory)
         if recorded is not None and recorded.attempt == self._node.identity.attempt:
             return recorded
         return self._own_verdict(JobState.LOST, why)
-
-    def _lost_text(self, lost: ConnectionLost | None) -> str:
-        why = lost.why if lost is not None else "it was not found"
-        return f"node {self._node_rank} lost the coordinator: {why}"
-
-    def _reports_end(self, verdict: Verdict) -> bool:
-        """Return whether this node notifies of the end of the job."""
-        # The other nodes go on without a lost one if they are the larger part.
-        ends_here = verdict.state is not JobState.LOST or self._node.topology.nnodes <= 2
-        alone = self._node_rank == 0 and self._link is None
-        return self._coordinator is not None or (alone and ends_here)
 
     def _record_end(self, verdict: Verdict) -> None:
         """Write this node's end, and the job's verdict if the coordinator here could not."""

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import math
-import socket
 import time
-from collections.abc import Callable, Coroutine, Iterable, Sequence
+from collections.abc import Callable, Coroutine, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
 from clusterjob.errors import RendezvousError
+from clusterjob.node.agent.node_workers import StateReport
 from clusterjob.node.logs import ends
 from clusterjob.node.options import LaunchOptions
 from clusterjob.node.rendezvous import messages, protocol
@@ -82,8 +83,7 @@ class Link:
         try:
             while (message := await self._channel.receive()) is not None:
                 self.heard_at = time.monotonic()
-                if not isinstance(message, messages.Heartbeat):
-                    self._orders.put_nowait(message)
+                self._orders.put_nowait(message)
         except (RendezvousError, MalformedMessageError) as error:
             why, ended = str(error), False
         stalled = self._stalls.recent(self._options.lease)
@@ -112,7 +112,7 @@ class Search:
     Attributes:
         node: the job, as this node sees it.
         hello: the first message of this agent.
-        cancelled: done when the search must end.
+        report: the state of this node, with the request to cancel the job.
         deadline: the monotonic time at which it ends.
         first: whether this node has never joined; the coordinator may then refuse it.
         errors: why no coordinator was found at a port, by the port.
@@ -120,7 +120,7 @@ class Search:
 
     node: NodeJob
     hello: messages.Hello
-    cancelled: asyncio.Future[str]
+    report: StateReport
     deadline: float
     first: bool
     errors: dict[int, str] = field(default_factory=dict)
@@ -142,10 +142,11 @@ class Search:
         attempts = [asyncio.create_task(self._join_at(each)) for each in dict.fromkeys(addresses)]
         try:
             while (moment := time.monotonic()) < turn:
-                if not attempts or (moment > self.deadline and not self.first):
+                # Who has no answer yet may be counted already by a coordinator that is busy.
+                if not attempts or (self.errors and moment > self.deadline):
                     raise RendezvousError(f"{self._error()}; gave up after {moment - begin:.0f} s")
                 over = not self.first and ends.has_result(directory, attempt)
-                if over or self.cancelled.done():
+                if over or self.report.state.request.cancel:
                     raise RendezvousError("the job has ended without this node")
                 refused = ends.refusals(directory, attempt) if self.first else []
                 if why := next((each.message for each in refused if not each.node_rank), ""):
@@ -153,16 +154,20 @@ class Search:
                 if moment > notice_at:
                     self.node.print_line(f"{self._error()}; {moment - begin:.0f} s so far")
                     notice_at = moment + _NOTICE_SECONDS
-                either: list[asyncio.Future[Any]] = [*attempts, self.cancelled]
                 timeout = min(_CHECK_SECONDS, turn - moment)
-                await asyncio.wait(either, timeout=timeout, return_when=asyncio.FIRST_COMPLETED)
+                await asyncio.wait(attempts, timeout=timeout, return_when=asyncio.FIRST_COMPLETED)
                 for task in [each for each in attempts if each.done()]:
                     attempts.remove(task)
                     if (channel := task.result()) is not None:
                         return channel
             return None
         finally:
-            await _stop(attempts)
+            # One that went on would join a coordinator that starts in this process.
+            for task in attempts:
+                task.cancel()
+            for found in await asyncio.gather(*attempts, return_exceptions=True):
+                if isinstance(found, Channel):
+                    await found.close()
 
     def _error(self) -> str:
         """Return why no coordinator was found until now."""
@@ -176,31 +181,36 @@ class Search:
         topology = self.node.topology
         return f"node {topology.node_rank} cannot reach node 0 at {topology.master_addr}: {tried}"
 
-    async def _join_at(self, address: str) -> Channel | None:
-        """Try the ports of one address in turn; return the channel, or None after the deadline.
+    async def _join_at(self, host: str) -> Channel | None:
+        """Try all addresses and ports of a host in turn; return None if its name never resolves.
 
         Raises:
             RefusedError: the coordinator refuses an agent that joins for the first time.
         """
         pause, begin = _FIRST_PAUSE, time.monotonic()
         proof_seconds = protocol.HANDSHAKE_SECONDS  # grows: the coordinator may be busy
-        may_resolve_later = not self.first or self.node.topology.source not in _MACHINE_NAMES
+        ports, addresses = self.node.identity.ports, list[str]()
         while True:
-            for port in self.node.identity.ports:
-                if self.errors and time.monotonic() > self.deadline:
+            try:
+                # asyncio's own lookup runs in a thread that cannot be cancelled and would delay
+                # this agent's exit.
+                addresses = await asyncio.to_thread(network.addresses_of, host)
+            except OSError as error:
+                self.errors[ports[0]] = _reason(error)
+                late = time.monotonic() > begin + _RESOLVE_SECONDS
+                if (
+                    (late or isinstance(error, network.NoNameServerError))
+                    and self.first
+                    and self.node.topology.source in _MACHINE_NAMES
+                ):
                     return None
+            for port, address in itertools.product(ports, addresses):
                 try:
-                    return await self._attempt(address, port, proof_seconds)
+                    return await self._attempt(
+                        address, port, _CONNECT_SECONDS / len(addresses), proof_seconds
+                    )
                 except _ATTEMPT_ERRORS as error:
                     self.errors[port] = _reason(error)
-                    unknown = isinstance(error, socket.gaierror) and not may_resolve_later
-                    waited = time.monotonic() - begin
-                    if unknown and (
-                        isinstance(error, network.NoNameServerError) or waited > _RESOLVE_SECONDS
-                    ):
-                        return None
-                    if isinstance(error, socket.gaierror):
-                        break  # it is that of the other ports too
                 except protocol.RefusedError as error:
                     if self.first:
                         raise
@@ -210,39 +220,32 @@ class Search:
             await asyncio.sleep(pause)
             pause = min(_MAX_PAUSE if self.first else _MAX_PAUSE_AGAIN, pause * 1.5)
 
-    async def _attempt(self, host: str, port: int, proof_seconds: float) -> Channel:
-        """Join the coordinator at one port; return the channel to it.
+    async def _attempt(
+        self, address: str, port: int, connect_seconds: float, proof_seconds: float
+    ) -> Channel:
+        """Join the coordinator at one address and port; return the channel to it.
 
         Raises:
             RefusedError: the coordinator refuses this agent.
             _ATTEMPT_ERRORS: the coordinator does not listen there.
         """
-        # asyncio's own lookup runs in a thread that cannot be cancelled and would delay this
-        # agent's exit.
-        *others, last = await asyncio.to_thread(network.addresses_of, host)
+        connecting = asyncio.open_connection(address, port, limit=protocol.LINE_BYTES)
+        # Not asyncio.wait_for: before Python 3.12 it may lose a cancellation.
+        reader, writer = await protocol.answer_of(connecting, connect_seconds)
         left = self.deadline - time.monotonic()
-        for address in (*others, last):
-            writer: asyncio.StreamWriter | None = None
-            try:
-                connecting = asyncio.open_connection(address, port, limit=protocol.LINE_BYTES)
-                timeout = _CONNECT_SECONDS / (len(others) + 1)
-                _, writer = opened = await asyncio.wait_for(connecting, timeout)
-                return await protocol.join(
-                    *opened,
-                    token=self.node.identity.token,
-                    job_id=self.node.identity.job_id,
-                    hello=self.hello,
-                    proof_seconds=proof_seconds,
-                    welcome_seconds=min(max(left, proof_seconds), _WELCOME_SECONDS),
-                )
-            except BaseException as error:
-                if writer is not None:
-                    writer.close()
-                # An address of a private network may here be that of another machine.
-                elsewhere = writer is None or isinstance(error, protocol.UnauthenticatedError)
-                if address == last or not (elsewhere and isinstance(error, Exception)):
-                    raise
-        raise AssertionError("a name has no address")
+        try:
+            return await protocol.join(
+                reader,
+                writer,
+                token=self.node.identity.token,
+                job_id=self.node.identity.job_id,
+                hello=self.hello,
+                proof_seconds=proof_seconds,
+                welcome_seconds=min(max(left, proof_seconds), _WELCOME_SECONDS),
+            )
+        except BaseException:
+            writer.close()
+            raise
 
 
 def _reason(error: BaseException) -> str:
@@ -252,17 +255,3 @@ def _reason(error: BaseException) -> str:
     if isinstance(error, ConnectionRefusedError):
         return "connection refused"
     return getattr(error, "strerror", None) or str(error) or type(error).__name__
-
-
-async def _stop(attempts: Sequence[asyncio.Task[Channel | None]]) -> None:
-    """End all attempts: one that went on would join a coordinator that starts in this process.
-
-    Before Python 3.12, asyncio.wait_for loses a cancellation that arrives with its result.
-    """
-    for attempt in attempts:
-        while not attempt.done():
-            attempt.cancel()
-            await asyncio.wait([attempt], timeout=_FIRST_PAUSE)
-        joined = not attempt.cancelled() and attempt.exception() is None
-        if joined and (channel := attempt.result()) is not None:
-            await channel.close()

@@ -1,4 +1,4 @@
-"""Run one node's workers through the forkserver, and report what they do to the coordinator."""
+"""One node's workers: run them through the forkserver, keep the node's state, sample its use."""
 
 from __future__ import annotations
 
@@ -6,49 +6,198 @@ import asyncio
 import contextlib
 import itertools
 import json
+import math
 import os
+import threading
 import time
-from collections.abc import Callable, Coroutine, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypeVar
 
 from clusterjob.node import contract, job_processes
-from clusterjob.node.agent.state_report import StateReport
-from clusterjob.node.contract import World
 from clusterjob.node.environments import this_node, worker_variables
 from clusterjob.node.logs import ends, log_files
-from clusterjob.node.logs.events import Phase, PhaseBegin, PhaseLog
+from clusterjob.node.logs.events import Phase, PhaseBegin, PhaseLog, read_phases
 from clusterjob.node.logs.job_dir import STORE_LOG
 from clusterjob.node.metrics import stragglers
+from clusterjob.node.metrics.samples import GpuSample, NodeFacts, Sample, SampleWriter, Usage
 from clusterjob.node.metrics.stragglers import Wait
-from clusterjob.node.rendezvous import messages
+from clusterjob.node.rendezvous import messages, root_cause
 from clusterjob.node.rendezvous.identity import NodeJob
 from clusterjob.node.stacks.collect import collect
 from clusterjob.node.stacks.grouping import RankStack
 from clusterjob.node.stacks.progress import Progress
-from clusterjob.node.states import Missing, Order, OrderWithStore, Probe, Stop
-from clusterjob.node.system import codec, devices, files, processes
-from clusterjob.node.verdict import FailureKind
+from clusterjob.node.states import Failing, Missing, NodeState, Order, OrderWithStore, Probed, Stop
+from clusterjob.node.system import crashes, devices, files, processes
+from clusterjob.node.system.codec import plain
+from clusterjob.node.verdict import Failure, FailureKind
 from clusterjob.node.workers import forkserver_messages
 from clusterjob.node.workers.flight_recorder import FlightRecorder
 from clusterjob.node.workers.forkserver_client import ForkserverClient
 from clusterjob.node.workers.worker_failures import Failures, WorkerStatus, how
 
+_T = TypeVar("_T")
+
+# A state must fit a message of 256 KiB. Bytes of its failures, and their number.
+_FAILURE_BYTES, _MOST_FAILURES = 96 << 10, 128
+_ANSWER_BYTES = 48 << 10  # of the failures in an answer about missing ranks
+# Characters of a message and of the output after it; of a message without its output.
+_TEXT, _SHORT = 4096, 200
+_LINE = 300  # characters of a line in an answer
+# The fields of a state that a new round does not change.
+_OF_NODE = ("measured", "by_exec", "seen", "request")
+_ALIVE_SECONDS = 1.0  # between two signs of life that are worth a message
 _MAX_PHASES = 64  # phases to record of a rank in one round: a program may form groups in a loop
 _FROM_WORKER = (Phase.RENDEZVOUS, Phase.INIT, Phase.RUNNING)  # the phases that a worker reports
 _OVER = (Phase.STOP, Phase.ENDED)
-_MOST_WAITS = 2000  # ranks in one message
 _SAMPLE_SECONDS = 1.5  # maximum time for one sample
 _DUMP_SECONDS = 0.5  # seconds for torch's flight recorders
 _MAX_BYTES = 200_000  # of the stacks of one rank in a message, which has at most 256 KiB
 # Numbers of threads, and of frames of each, until the stacks of a rank fit.
 _SIZES = ((250, 250), (64, 100), (32, 50), (8, 25))
-# No descriptor or thread is free, or a process has ended meanwhile.
-_ERRORS = (OSError, ValueError, RuntimeError)
+# Seconds after the workers' start until measuring begins: while they start, they need the CPU.
+_METRICS_AFTER = 4.0
+_GPUS_FIRST = 1.0  # seconds in which most drivers answer the first time
+
+
+class StateReport:
+    """The state of one node.
+
+    Args:
+        seen: the newest round that this node's last agent has seen, plus 1.
+        tells_life: whether the coordinator needs the signs of life, because it looks for a hang.
+
+    Attributes:
+        changed: set when the state has changed.
+        state: the state, without what depends on the time; see `now`.
+        stopped_at: the monotonic time from which the workers of the round are stopped: what fails
+            later is no failure.
+        alive_at: the monotonic time of the last sign of life of a worker.
+    """
+
+    def __init__(self, seen: int = 0, *, tells_life: bool = True) -> None:
+        self.changed = asyncio.Event()
+        self.state = NodeState(seen=seen)
+        self.stopped_at = math.inf
+        self.alive_at = self._told_at = time.monotonic()
+        self._tells_life = tells_life
+        self._failing: dict[root_cause.Key, tuple[Failure, float, bool]] = {}
+        self._exits: Sequence[tuple[Failure, float]] = ()
+
+    def now(self) -> NodeState:
+        """Return the state of this moment."""
+        moment = time.monotonic()
+        # An effect names no cause.
+        first = sorted(self._failing.values(), key=lambda each: (each[0].effect, each[1]))
+        fitting = _fitting([failure for failure, _, _ in first[:_MOST_FAILURES]], _FAILURE_BYTES)
+        return replace(
+            self.state,
+            quiet=max(0.0, moment - self.alive_at),
+            failing=tuple(
+                Failing(failure, max(0.0, moment - at), exited)
+                for failure, (_, at, exited) in zip(fitting, first, strict=False)
+            ),
+            exits=tuple(
+                Failing(_bounded(failure, 0), moment - at, exited=True)
+                for failure, at in self._exits
+            ),
+        )
+
+    def begin(self, number: int) -> None:
+        """Begin a round: forget the workers of the last one."""
+        kept = {name: getattr(self.state, name) for name in _OF_NODE}
+        self._failing, self._exits, self.stopped_at = {}, (), math.inf
+        self.alive_at = self._told_at = time.monotonic()
+        self.set(**vars(NodeState(number, idle=False, **kept)))
+
+    def set(self, **fields: Any) -> None:
+        """Change fields of the state."""
+        self.state = replace(self.state, **fields)
+        self.changed.set()
+
+    def ask(self, **fields: Any) -> None:
+        """Change fields of the request to the whole job."""
+        self.set(request=replace(self.state.request, **fields))
+
+    def stop(self) -> None:
+        """Note that the workers are being stopped."""
+        self.stopped_at = min(self.stopped_at, time.monotonic())
+
+    @property
+    def stops(self) -> bool:
+        """Whether the workers stop, or will when the coordinator knows of a cancellation."""
+        return self.stopped_at < math.inf or bool(self.state.request.cancel)
+
+    def fail(self, failure: Failure, at: float, *, exited: bool) -> None:
+        """Add a failure of a worker or the node, or complete it when the worker has ended.
+
+        Args:
+            failure: the failure.
+            at: the monotonic time of it.
+            exited: whether the worker has ended.
+        """
+        key = root_cause.key_of(failure)
+        known = self._failing.get(key)
+        if known is None and at < self.stopped_at:
+            self._failing[key] = failure, at, exited
+        elif known is not None and exited and not known[2]:
+            failure = root_cause.completed(known[0], failure, by_stop=at >= self.stopped_at)
+            self._failing[key] = failure, known[1], True
+        self.changed.set()
+
+    def complete(self, exits: Sequence[tuple[Failure, float]]) -> None:
+        """Say that all failures are known, and name workers that have ended with exit code 0.
+
+        Args:
+            exits: each with its monotonic time.
+        """
+        self._exits = exits
+        self.set(reported=True)
+
+    def note_alive(self, at: float, step: int = -1) -> None:
+        """Record the monotonic time of a sign of life of a worker, and its step."""
+        self.alive_at = max(at, self.alive_at)
+        if self._tells_life and (at > self._told_at + _ALIVE_SECONDS or step > self.state.step):
+            self._told_at = self.alive_at
+            self.set(step=max(step, self.state.step))
+
+
+def answer_to(number: int, lines: Iterable[str], failures: Sequence[Failure]) -> Probed:
+    """Return the answer to a question about missing ranks, cut to what a message can take."""
+    cut = tuple(line[:_LINE] for line in lines)
+    return Probed(number, cut, tuple(_fitting(failures, _ANSWER_BYTES)))
+
+
+def _fitting(failures: Sequence[Failure], most_bytes: int) -> list[Failure]:
+    """Return the first failures that fit; the more there are, the less output they have.
+
+    The first one keeps its output.
+    """
+    most = min(_TEXT, most_bytes // (12 * max(1, len(failures))))
+    found = [_bounded(each, most if n else _TEXT) for n, each in enumerate(failures)]
+    while sum(len(json.dumps(plain(each))) for each in found) > most_bytes:
+        found.pop()
+    return found
+
+
+def _bounded(failure: Failure, most: int) -> Failure:
+    """Return the failure with at most so many characters of the end of its output."""
+    last = "\n".join(failure.last_lines)[-most:] if most else ""
+    return replace(
+        failure,
+        message=failure.message[: max(_SHORT, most)],
+        last_lines=tuple(last.split("\n")) if last else (),
+    )
 
 
 class NodeWorkers:
     """The workers of one node.
+
+    The phases of a rank that runs, in the node's file:
+
+    - ``import`` from its start;
+    - ``running`` from its first line of output, or from its start if it is no Python program;
+    - ``rendezvous``, ``init``, again ``running`` when it forms a process group (`torch_patches`).
 
     Args:
         node: the job, as this node sees it.
@@ -60,8 +209,6 @@ class NodeWorkers:
         failures: describes the failures of this node and its workers.
         timeline: knows when the workers wrote output.
         spared: pids of the processes that send notifications now; they outlive the workers.
-        phases: records the phases of the node and its ranks.
-        waits: keeps how long the workers wait in collectives.
         flight_recorder: asks the workers for torch's last collectives.
     """
 
@@ -75,17 +222,23 @@ class NodeWorkers:
         job_dir, node_rank, attempt = node.directory, node.topology.node_rank, node.identity.attempt
         directory = log_files.node_directory(job_dir, node_rank)
         self._node = node
-        self._options = node.options
         self.forkserver = forkserver
         self.report = report
         self._send = send
         self._status: WorkerStatus | None = None  # of this round
         self._drain: int | None = None  # the process that writes the workers' output
         self._progress = Progress()
+        # The last wait in collectives of each local rank, and the monotonic time of its arrival.
+        self._waits: dict[int, tuple[float, Wait]] = {}
+        self._waits_sent = 0.0
         self.spared: set[int] = set()
         self.timeline = log_files.Timeline(directory)
-        self.phases = PhaseRecorder(PhaseLog(job_dir, node_rank), attempt, report)
-        self.waits = NodeWaits()
+        self._phases = PhaseLog(job_dir, node_rank)
+        self._ranks: dict[int, Phase] = {}  # the current phase by local rank
+        self._phases_left = 0  # phases of ranks that may still be recorded in this round
+        # The local ranks that have begun a process group, and whether it is formed.
+        self._formed: dict[int, bool] = {}
+        self._importing = set[int]()  # local ranks that import torch now
         self.flight_recorder = FlightRecorder(job_dir, node_rank, attempt)
         self.failures = Failures(
             node_rank,
@@ -109,40 +262,40 @@ class NodeWorkers:
         )
         self.timeline.follow(itertools.chain.from_iterable(pairs))
         self._status = WorkerStatus(self.failures, world)
+        self._ranks, self._formed, self._importing, self._waits = {}, {}, set(), {}
         if self.forkserver.error:
             self.fail_node(self.forkserver.error)
             return
-        self.waits.begin_round(world)
-        message = forkserver_messages.StartRound(world, self._variables(world))
-        store = order.store if isinstance(order, OrderWithStore) else None
-        if self.forkserver.start_round(message, store):
-            self._on_started()
-
-    def _variables(self, world: World) -> dict[str, str]:
-        """Return the environment variables of all workers of a round."""
         job = self._node.identity
         variables = {
             contract.JOB_ID: job.job_id,
             contract.JOB_DIR: str(self._node.directory),
             contract.ATTEMPT: str(job.attempt),
-            contract.STORE: contract.store_address(world, self._options.launcher),
+            contract.STORE: contract.store_address(world, self._node.options.launcher),
             contract.STORE_KEY: contract.store_key(
                 job.token, job.job_id, attempt=job.attempt, restart=world.restart
             ),
         }
-        if self._options.metrics:
+        if self._node.options.metrics:
             variables[contract.WAITS] = "1"
-        return (
+        variables = (
             worker_variables.quiet_defaults(os.environ, world.master_addr, nnodes=world.nnodes)
             | worker_variables.cpu_defaults(os.environ, world.gpus)
             | variables
             | self.flight_recorder.variables(os.environ, world.restart)
         )
+        message = forkserver_messages.StartRound(world, variables)
+        store = order.store if isinstance(order, OrderWithStore) else None
+        if self.forkserver.start_round(message, store):
+            self._on_started()
 
     def stop(self, stop: Stop) -> None:
         """Stop the workers."""
         self.report.stop()
-        self.phases.stop()
+        if running := [rank for rank, phase in self._ranks.items() if phase not in _OVER]:
+            self.begin_phase(Phase.STOP)
+            for local_rank in running:
+                self._begin_rank_phase(local_rank, Phase.STOP)
         if self.forkserver.ready and not self.forkserver.gone:
             self.forkserver.send(
                 forkserver_messages.StopWorkers(stop.grace, stop.signal, stop.early)
@@ -158,22 +311,15 @@ class NodeWorkers:
         files.later(warning.touch, 0o600)
         self.forkserver.send(forkserver_messages.WarnWorkers())
 
-    def answer(self, order: Order, done: Order) -> list[Coroutine[Any, Any, None]]:
-        """Answer the coordinator's new questions; return the answers that take time.
+    def answer(self, order: Order, done: Order) -> None:
+        """Answer the coordinator's new questions that take no time.
 
         Args:
             order: what the coordinator wants.
             done: what it wanted of this round before.
         """
-        slow = []
-        if order.probe is not None and order.probe != done.probe:
-            slow.append(self._answer_probe(order, order.probe))
-        if order.sample not in (0, done.sample):
-            slow.append(self._take_sample(order))
-        if order.collect and not done.collect:
-            slow.append(self._collect(order))
         if self._status is None:
-            return slow
+            return
         if order.found is not None and order.found != done.found:
             known = done.found.lines if done.found is not None else ()
             lines = tuple(line for line in order.found.lines if line not in known)
@@ -185,13 +331,41 @@ class NodeWorkers:
                 self.forkserver.send(forkserver_messages.ReportEnds())
             else:
                 self.report.complete(self._status.early_exits())
-        return slow
+
+    async def look(self, order: Order, done: Order) -> None:
+        """Answer the coordinator's new questions about the stacks of the workers; see `answer`."""
+        status, found = self._status, dict[str, Any]()
+        if status is not None and order.probe is not None and order.probe != done.probe:
+            stacks: list[RankStack] = await _in_thread([], self._stacks)
+            lines, failures = status.describe(order.probe, stacks)
+            if not order.probe.note:
+                found["probed"] = answer_to(order.probe.number, lines, failures)
+        if order.sample not in (0, done.sample):
+            # Without a sample, nothing shows that the workers stand still.
+            moved = await _in_thread(True, self._progress.sample, self._stacks, first=order.first)
+            found |= {"sampled": order.sample, "moved": moved}
+        if order.collect and not done.collect:
+            stacks = await _in_thread([], self._stacks)
+            for stack in stacks:
+                self._send(messages.StackFound(order.round, bounded(stack)))
+            ranks, seconds = [each.rank for each in stacks], _DUMP_SECONDS if order.dumps else 0.0
+            request = self.flight_recorder.request
+            dumps: tuple[str, ...] = await _in_thread((), request, order.round, ranks, seconds)
+            self._send(messages.StacksCollected(order.round, dumps))
+            found["collected"] = True
+        if found and self.report.state.round == order.round:
+            self.report.set(**found)
 
     def _on_started(self) -> None:
         """Report that the workers have been started."""
         assert self._status is not None
+        nproc, is_python = self._status.world.nproc, self._node.options.program.is_python
+        self._phases_left = _MAX_PHASES * nproc
+        self.begin_phase(Phase.RUNNING)
+        self._ranks = dict.fromkeys(range(nproc), Phase.SETUP)
+        for local_rank in self._ranks:
+            self._begin_rank_phase(local_rank, Phase.IMPORT if is_python else Phase.RUNNING)
         self._status.started = time.monotonic()
-        self.phases.start(self._status.world, is_python=self._options.program.is_python)
         self.report.set(started=True)
 
     # -- messages of the forkserver ----------------------------------------------------------------
@@ -208,8 +382,8 @@ class NodeWorkers:
             forkserver_messages.WorkerAlive: lambda alive: self.report.note_alive(
                 time.monotonic(), alive.step
             ),
-            forkserver_messages.WorkerPhase: self.phases.on_worker_phase,
-            forkserver_messages.WorkerWaits: self.waits.receive,
+            forkserver_messages.WorkerPhase: self._on_worker_phase,
+            forkserver_messages.WorkerWaits: self._on_worker_waits,
             forkserver_messages.StoreExited: self._on_store_exited,
             forkserver_messages.EndsReported: lambda _reported: self.report.complete(
                 self._status.early_exits() if self._status is not None else ()
@@ -227,8 +401,8 @@ class NodeWorkers:
         if self.forkserver.mark_ready():
             self._on_started()
         else:
-            self.phases.add(Phase.RENDEZVOUS)  # ready before the other nodes
-        if message.why and self._options.start == "fork":
+            self.begin_phase(Phase.RENDEZVOUS)  # ready before the other nodes
+        if message.why and self._node.options.start == "fork":
             self.fail_node(f"--start fork is impossible: {message.why}")
         elif message.why:
             why = f"node {self.failures.node_rank} starts its workers by exec: {message.why}"
@@ -236,20 +410,17 @@ class NodeWorkers:
             self.report.set(by_exec=why[:300])
 
     def _on_store_exited(self, message: forkserver_messages.StoreExited) -> None:
-        if not self.report.stops:
-            ended = how(*processes.exit_code_of(message.status))
-            last = log_files.last_lines(self.failures.directory / STORE_LOG, 1)
-            why = ": ".join([f"torch's store was lost ({ended})", *last])
-            self._add_failure(why, FailureKind.PROCESS_LOST)
+        ended = f"torch's store was lost ({how(*processes.exit_code_of(message.status))})"
+        last = log_files.last_lines(self.failures.directory / STORE_LOG, 1)
+        self._add_failure(": ".join([ended, *last]), FailureKind.PROCESS_LOST)
 
     def _on_forkserver_exited(self) -> str:
         """Report the end of the forkserver; the kernel has killed the workers with it."""
         why = f"the forkserver was lost ({how(*self.forkserver.reap())})"
         processes.kill_descendants(*self.spared, self._drain)  # which writes the last output
+        self._add_failure(why, FailureKind.PROCESS_LOST)
         if self.report.stops:
             self.report.set(idle=True)
-        else:
-            self._add_failure(why, FailureKind.PROCESS_LOST)
         self.forkserver.error = self.forkserver.error or why
         return why
 
@@ -276,7 +447,9 @@ class NodeWorkers:
         code, signal_name = processes.exit_code_of(message.status)
         ended = how(code, signal_name)
         status.ended |= dict.fromkeys(ranks, ended)
-        self.phases.ended(ranks, ended)
+        for each in ranks:
+            self._importing.discard(each)
+            self._begin_rank_phase(each, Phase.ENDED, detail=ended)
         if code != 0:
             failure = self.failures.of_worker(
                 status.world, local_rank, code=code, signal_name=signal_name, message=ended
@@ -285,8 +458,9 @@ class NodeWorkers:
         else:
             if not torchrun:
                 status.exits[local_rank] = message.monotonic
-            self.report.succeed(ranks)
+            self.report.set(succeeded=(*self.report.state.succeeded, *ranks))
         if len(status.ended) == status.world.nproc:
+            self.begin_phase(Phase.ENDED)
             self.report.set(ended=True)
 
     def fail_node(self, why: str) -> None:
@@ -295,59 +469,135 @@ class NodeWorkers:
         self._add_failure(why, FailureKind.LAUNCH)
 
     def _add_failure(self, why: str, kind: FailureKind) -> None:
-        """Report a failure of a process of this node that runs no user code."""
-        if self._status is not None:
+        """Report a failure of a process of this node that runs no user code, unless it stops."""
+        if self._status is not None and not self.report.stops:
             failure = replace(self.failures.of_node(why), kind=kind)
             self.report.fail(failure, time.monotonic(), exited=True)
 
     # -- signs of life and stacks ------------------------------------------------------------------
 
     def note_output(self, grown: Iterable[str]) -> None:
-        """Record what the workers have written into these log files."""
-        self.phases.on_output(grown)
-        self.phases.count()
+        """Record what the workers have written into these log files.
+
+        Ranks that write output before they join a process group run.
+        """
         self.report.note_alive(self.timeline.grown_at)
+        if self._status is not None and Phase.IMPORT in self._ranks.values():
+            world = self._status.world
+            ranks = {
+                match["rank"] and int(match["rank"]) - world.first_rank  # torchrun's has no rank
+                for match in map(log_files.FILE_NAME.fullmatch, grown)
+                if match is not None
+                and match["stream"] == "out"
+                and int(match["restart"] or 0) == world.restart
+            }
+            for local_rank, phase in self._ranks.items():
+                if phase is Phase.IMPORT and (local_rank in ranks or None in ranks):
+                    self._begin_rank_phase(local_rank, Phase.RUNNING, detail="first output")
+        counts: dict[str, Any] = {
+            "joined": len(self._formed),
+            "formed": sum(self._formed.values()),
+            "importing": bool(self._importing),
+        }
+        if replace(self.report.state, **counts) != self.report.state:
+            self.report.set(**counts)
 
-    async def _answer_probe(self, order: Order, probe: Probe) -> None:
-        """Report what workers do for which other ranks wait."""
-        found: list[RankStack] = []
-        with contextlib.suppress(*_ERRORS):
-            found = await asyncio.to_thread(self._stacks)
-        if self._status is not None and self.report.state.round == order.round:
-            lines, failures = self._status.describe(probe, found)
-            if not probe.note:
-                self.report.answer(probe.number, lines, failures)
+    def _on_worker_phase(self, message: forkserver_messages.WorkerPhase) -> None:
+        """Record a phase that a worker reports; ignore phases that it cannot have."""
+        # User code can write anything into the pipe.
+        local_rank, status = message.local_rank, self._status
+        if status is None or self._ranks.get(local_rank, Phase.ENDED) in _OVER:
+            return
+        self._importing.discard(local_rank)
+        if message.phase == Phase.IMPORT:
+            self._importing.add(local_rank)
+        elif message.phase in _FROM_WORKER:
+            phase = Phase(message.phase)
+            # A rank may form more groups.
+            self._formed[local_rank] = phase is Phase.RUNNING or self._formed.get(local_rank, False)
+            at = min(max(message.monotonic, status.started or 0.0), time.monotonic())
+            self._begin_rank_phase(local_rank, phase, at=at)
 
-    async def _collect(self, order: Order) -> None:
-        """Send the stacks of all living ranks."""
-        dumps: tuple[str, ...] = ()
-        with contextlib.suppress(*_ERRORS):
-            found = await asyncio.to_thread(self._stacks)
-            for stack in found:
-                self._send(messages.StackFound(order.round, bounded(stack)))
-            ranks, seconds = [each.rank for each in found], _DUMP_SECONDS if order.dumps else 0.0
-            request = self.flight_recorder.request
-            dumps = await asyncio.to_thread(request, order.round, ranks, seconds)
-        self._send(messages.StacksCollected(order.round, dumps))
-        if self.report.state.round == order.round:
-            self.report.set(collected=True)
+    def _begin_rank_phase(
+        self, local_rank: int, phase: Phase, detail: str = "", at: float | None = None
+    ) -> None:
+        if self._ranks.get(local_rank, phase) is not phase:
+            self._ranks[local_rank] = phase
+            self._phases_left -= 1
+            if self._phases_left >= 0 or phase in _OVER:
+                self.begin_phase(phase, local_rank, at=at, detail=detail)
 
-    async def _take_sample(self, order: Order) -> None:
-        """Report whether the workers have moved since the last sample of their stacks."""
-        try:
-            moved = await asyncio.to_thread(self._sample, first=order.first)
-        except _ERRORS:  # without a sample, nothing shows that the workers stand still
-            moved = True
-        if self.report.state.round == order.round:
-            self.report.set(sampled=order.sample, moved=moved)
+    def begin_phase(
+        self,
+        phase: Phase,
+        local_rank: int | None = None,
+        at: float | None = None,
+        detail: str = "",
+    ) -> None:
+        """Record the begin of a phase, of the node or of a worker.
 
-    def _sample(self, *, first: bool) -> bool:
-        return self._progress.sample(self._stacks, first=first)
+        Args:
+            phase: the phase.
+            local_rank: the worker; None for the node.
+            at: the monotonic time; None for now.
+            detail: one short text.
+        """
+        moment, world = time.monotonic(), self._status.world if self._status is not None else None
+        at = moment if at is None else at
+        begin = PhaseBegin(
+            phase,
+            world.first_rank + local_rank if world is not None and local_rank is not None else None,
+            restart=world.restart if world is not None else 0,
+            attempt=self.failures.attempt,
+            time=round(time.time() - (moment - at), 3),
+            monotonic=round(at, 6),
+            detail=detail,
+        )
+        files.later(self._phases.add, begin)
+
+    def _on_worker_waits(self, message: forkserver_messages.WorkerWaits) -> None:
+        """Keep how long a worker waits; user code can write anything into the pipe."""
+        if self._status is not None and message.local_rank < self._status.world.nproc:
+            wait = Wait(message.step, message.waited)
+            self._waits[message.local_rank] = time.monotonic(), wait
+
+    def waits(self) -> dict[int, Wait]:
+        """Return how long each rank waits in collectives; another thread may call this."""
+        status, moment = self._status, time.monotonic()
+        return {
+            status.world.first_rank + local_rank: wait
+            for local_rank, (at, wait) in list(self._waits.items())
+            if status is not None and wait.is_fresh(moment - at)
+        }
+
+    def waits_due(self) -> messages.RankWaits | None:
+        """Return a message with the waits since the last one, if that is old enough; else None."""
+        status, moment, since = self._status, time.monotonic(), self._waits_sent
+        if status is None or moment < since + stragglers.interval(status.world.nnodes):
+            return None
+        ranks = tuple(
+            (local_rank, round(wait.step, 6), round(wait.waited, 6))
+            for local_rank, (at, wait) in sorted(self._waits.items())
+            if at > since
+        )
+        if ranks:
+            self._waits_sent = moment
+        return messages.RankWaits(status.world.restart, ranks) if ranks else None
 
     def _stacks(self) -> list[RankStack]:
         # Another process of the job may offer a false table.
         found = job_processes.of_forkserver(self.forkserver.pid)
         return collect(found, self.failures.node_rank, _SAMPLE_SECONDS)
+
+
+async def _in_thread(default: _T, call: Callable[..., _T], *args: Any, **fields: Any) -> _T:
+    """Return the result of a call in a thread, or the default after an error.
+
+    No descriptor or thread may be free, or a process has ended meanwhile.
+    """
+    with contextlib.suppress(OSError, ValueError, RuntimeError):
+        return await asyncio.to_thread(call, *args, **fields)
+    return default
 
 
 def bounded(stack: RankStack) -> RankStack:
@@ -359,192 +609,169 @@ def bounded(stack: RankStack) -> RankStack:
                 replace(thread, frames=thread.frames[:frames]) for thread in stack.threads[:threads]
             ),
         )
-        if len(json.dumps(codec.plain(stack))) <= _MAX_BYTES:
+        if len(json.dumps(plain(stack))) <= _MAX_BYTES:
             return stack
     return replace(stack, threads=())
 
 
-class PhaseRecorder:
-    """Record the phases of one node, and count the ranks that have joined a group.
+class NodeMetrics:
+    """Sample the workers of one node in a thread, unless ``--no-metrics`` is given.
 
-    The phases of a rank that runs:
-
-    - ``import`` from its start;
-    - ``running`` from its first line of output, or from its start if it is no Python program;
-    - ``rendezvous``, ``init``, again ``running`` when it forms a process group (`torch_patches`).
+    Nothing here may end the job: an error ends the samples.
 
     Args:
-        log: the file of this node.
-        attempt: the job's attempt.
-        report: the state of this node.
+        node: the job, as this node sees it.
+        workers: the workers.
     """
 
-    def __init__(self, log: PhaseLog, attempt: int, report: StateReport) -> None:
-        self._log = log
-        self._attempt = attempt
-        self._report = report
-        self._restart = self._first_rank = 0
-        self._started = 0.0  # the begin of the round
-        self._ranks: dict[int, Phase] = {}  # the current phase by local rank
-        self._left = 0  # phases of ranks that may still be recorded in this round
-        # Local ranks that have begun, and completed, a group, and that import torch now.
-        self._joined, self._formed, self._importing = set[int](), set[int](), set[int]()
+    def __init__(self, node: NodeJob, workers: NodeWorkers) -> None:
+        self._begin = time.monotonic()
+        self._node = node
+        self._workers = workers
+        self._server: asyncio.Server | None = None
+        self._usage = Usage()
+        self._latest: tuple[NodeFacts, Sample] | None = None
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="metrics", daemon=True)
 
-    # -- the node ----------------------------------------------------------------------------------
-
-    def start(self, world: World, *, is_python: bool) -> None:
-        """Record that the workers of a round are started.
-
-        Args:
-            world: the round.
-            is_python: whether they run a Python program.
-        """
-        self._restart, self._first_rank = world.restart, world.first_rank
-        self._left = _MAX_PHASES * world.nproc
-        self._joined, self._formed, self._importing = set(), set(), set()
-        self.add(Phase.RUNNING)
-        self._ranks = dict.fromkeys(range(world.nproc), Phase.SETUP)
-        for local_rank in self._ranks:
-            self._add_rank(local_rank, Phase.IMPORT if is_python else Phase.RUNNING)
-        self._started = time.monotonic()
-
-    def stop(self) -> None:
-        """Record that the workers that still run are being stopped."""
-        if running := [rank for rank, phase in self._ranks.items() if phase not in _OVER]:
-            self.add(Phase.STOP)
-            for local_rank in running:
-                self._add_rank(local_rank, Phase.STOP)
-
-    # -- ranks -------------------------------------------------------------------------------------
-
-    def on_worker_phase(self, message: forkserver_messages.WorkerPhase) -> None:
-        """Record a phase that a worker reports; ignore phases that it cannot have."""
-        local_rank = message.local_rank
-        current = self._ranks.get(local_rank)
-        if message.phase == Phase.IMPORT and current is not None:
-            self._importing.add(local_rank)
+    async def start(self) -> None:
+        """Begin the samples, and serve them on --metrics-port; if it is in use, print one line."""
+        options, topology = self._node.options, self._node.topology
+        if options.metrics:
+            self._thread.start()
+        if not (port := options.metrics_port):
             return
-        self._importing.discard(local_rank)
-        # User code can write anything into the pipe.
-        phase = next((each for each in _FROM_WORKER if each.value == message.phase), None)
-        if phase is None or current is None or current in _OVER:
-            return
-        self._joined.add(local_rank)
-        if phase is Phase.RUNNING:
-            self._formed.add(local_rank)
-        at = min(max(message.monotonic, self._started), time.monotonic())
-        self._add_rank(local_rank, phase, at=at)
+        if topology.nnodes > 1 and topology.master_addr in ("127.0.0.1", "localhost"):
+            port += topology.node_rank  # all nodes are on this machine
+        from clusterjob.node.metrics import prometheus
 
-    def on_output(self, grown: Iterable[str]) -> None:
-        """Record that the ranks run which write output before they join a process group.
+        def text() -> str:
+            job_id = self._node.identity.job_id
+            return prometheus.text_of(job_id, *self._latest, self._usage) if self._latest else ""
 
-        Args:
-            grown: the names of the log files that have grown.
-        """
-        if Phase.IMPORT not in self._ranks.values():
-            return
-        ranks = {
-            match["rank"] and int(match["rank"]) - self._first_rank  # torchrun's file has no rank
-            for match in map(log_files.FILE_NAME.fullmatch, grown)
-            if match is not None
-            and match["stream"] == "out"
-            and int(match["restart"] or 0) == self._restart
-        }
-        for local_rank, phase in self._ranks.items():
-            if phase is Phase.IMPORT and (local_rank in ranks or None in ranks):
-                self._add_rank(local_rank, Phase.RUNNING, detail="first output")
+        try:
+            self._server = await prometheus.serve(port, text)
+        except (OSError, OverflowError) as error:
+            why = getattr(error, "strerror", "") or error
+            self._node.print_line(
+                f"node {topology.node_rank} serves no metrics on port {port}: {why}"
+            )
 
-    def ended(self, local_ranks: Iterable[int], how: str) -> None:
-        """Record the end of ranks, and that of the node's last one."""
-        for local_rank in local_ranks:
-            self._importing.discard(local_rank)
-            self._add_rank(local_rank, Phase.ENDED, detail=how)
-        if all(phase is Phase.ENDED for phase in self._ranks.values()):
-            self.add(Phase.ENDED)
-
-    def count(self) -> None:
-        """Put the counts of ranks into the state if they have changed."""
-        joined, formed, importing = len(self._joined), len(self._formed), bool(self._importing)
-        known = self._report.state
-        if (joined, formed, importing) != (known.joined, known.formed, known.importing):
-            self._report.set(joined=joined, formed=formed, importing=importing)
-
-    def _add_rank(
-        self, local_rank: int, phase: Phase, detail: str = "", at: float | None = None
-    ) -> None:
-        if self._ranks.get(local_rank, phase) is not phase:
-            self._ranks[local_rank] = phase
-            self._left -= 1
-            if self._left >= 0 or phase in _OVER:
-                self.add(phase, self._first_rank + local_rank, at=at, detail=detail)
-
-    def add(
-        self, phase: Phase, rank: int | None = None, at: float | None = None, detail: str = ""
-    ) -> None:
-        """Record the begin of a phase, of the node or of a rank.
-
-        Args:
-            phase: the phase.
-            rank: the rank; None for the node.
-            at: the monotonic time; None for now.
-            detail: one short text.
-        """
-        moment = time.monotonic()
-        at = moment if at is None else at
-        begin = PhaseBegin(
-            phase,
-            rank,
-            restart=self._restart,
-            attempt=self._attempt,
-            time=round(time.time() - (moment - at), 3),
-            monotonic=round(at, 6),
-            detail=detail,
-        )
-        files.later(self._log.add, begin)
-
-
-class NodeWaits:
-    """How long the workers of one node wait in collectives."""
-
-    def __init__(self) -> None:
-        self._world: World | None = None
-        # The last wait of each local rank, and the monotonic time at which it has arrived.
-        self._waits: dict[int, tuple[float, Wait]] = {}
-        self._new: set[int] = set()
-        self._sent = 0.0
-
-    def begin_round(self, world: World) -> None:
-        """Forget the workers of the last round."""
-        self._world, self._waits, self._new = world, {}, set()
-
-    def receive(self, message: forkserver_messages.WorkerWaits) -> None:
-        """Record the message of a worker; user code can write anything into the pipe."""
-        if self._world is not None and message.local_rank < self._world.nproc:
-            wait = Wait(message.step, message.waited)
-            self._waits[message.local_rank] = time.monotonic(), wait
-            self._new.add(message.local_rank)
-
-    def newest(self) -> dict[int, Wait]:
-        """Return the waits by rank; another thread may call this."""
-        world, moment = self._world, time.monotonic()
+    def end(self) -> dict[str, Any]:
+        """End the samples; return their sums and the durations for the end record."""
+        if self._server is not None:
+            self._server.close()
+        self._stop.set()
+        if self._node.options.metrics:
+            self._thread.join(1.0)  # a sample takes milliseconds, unless the disk hangs
+        begins = [
+            each
+            for each in read_phases(self._node.directory, self._node.topology.node_rank)
+            if each.attempt == self._node.identity.attempt
+        ]
         return {
-            world.first_rank + local_rank: wait
-            for local_rank, (at, wait) in list(self._waits.items())
-            if world is not None and wait.is_fresh(moment - at)
+            **(self._usage.to_json() or {}),
+            "visible_gpus": devices.visible_gpus(os.environ),
+            **durations(begins, self._begin, time.monotonic()),
         }
 
-    def due(self) -> messages.RankWaits | None:
-        """Return a message with the new waits, if the last one is old enough; else None."""
-        world, moment = self._world, time.monotonic()
-        if world is None or not self._new:
-            return None
-        if moment < self._sent + stragglers.interval(world.nnodes):
-            return None
-        ranks = tuple(
-            (rank, round(wait.step, 6), round(wait.waited, 6))
-            for rank, (_, wait) in sorted(self._waits.items())
-            if rank in self._new
+    # -- in the thread -----------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        try:
+            self._sample()
+        except Exception as error:
+            crashes.summary(error)  # agent.log shows the traceback
+
+    def _sample(self) -> None:
+        while not self._ranks():  # the forkserver imports torch
+            if self._stop.wait(1.0):
+                return
+        begin = time.monotonic()
+        if self._stop.wait(_METRICS_AFTER):
+            return
+        # Loaded now: these imports would delay the start of the workers.
+        from clusterjob.node.metrics import sources
+
+        self._usage = Usage(begin)
+        machine, workers = sources.Machine(), sources.Workers(self._ranks, begin)
+        gpus = sources.GpuReader(os.environ)
+        node_rank = self._node.topology.node_rank
+        writer = SampleWriter(self._node.directory, node_rank)
+        facts = NodeFacts(
+            node_rank,
+            this_node.node_name(),
+            attempt=self._node.identity.attempt,
+            cores=devices.usable_cores(),
+            memory=machine.memory,
         )
-        self._sent = moment
-        self._new.clear()
-        return messages.RankWaits(world.restart, ranks[:_MOST_WAITS])
+        pause = _GPUS_FIRST
+        while not self._stop.wait(pause):
+            state = gpus.state()
+            if state is not None:
+                facts = replace(facts, gpus=state[0])
+            waits = {
+                rank: {"step": 1000 * wait.step, "waited": 1000 * wait.waited}
+                for rank, wait in self._workers.waits().items()
+            }
+            sample = Sample(
+                time.time(),
+                time.monotonic(),
+                restart=self._workers.report.state.round,
+                quiet=time.monotonic() - self._workers.report.alive_at,
+                **machine.sample(),
+                workers=workers.sample(waits),
+                gpus=state[1] if state is not None else (GpuSample(),) * len(facts.gpus),
+            )
+            self._usage.add(facts, sample)
+            self._latest = facts, sample
+            pause = writer.add(facts, sample)
+
+    def _ranks(self) -> dict[int, int]:
+        """Return the rank of each worker by pid; torchrun may start some later than its agent."""
+        ranks = job_processes.of_forkserver(self._workers.forkserver.pid).ranks
+        return {each.pid: each.rank for each in ranks if each.rank is not None}
+
+
+def durations(begins: Iterable[PhaseBegin], begin: float, now: float) -> dict[str, Any]:
+    """Return the durations of a node in one attempt, in seconds.
+
+    ``wall``: of the agent; ``waited``: until its workers were started; ``startup``: until they
+    ran; ``restarts`` and ``restart_seconds``: from the first end of a worker until the next round
+    ran; ``ran``: per rank, from the begin of the last round to the rank's end.
+
+    Args:
+        begins: the begins of the phases of the node and of its ranks.
+        begin: the begin of the agent, by the node's monotonic clock.
+        now: the time by this clock.
+    """
+    rounds: dict[int, float] = {}
+    running: dict[int, float] = {}
+    ends: dict[int, dict[str, float]] = {}
+    for each in begins:
+        begin = min(begin, each.monotonic)
+        if each.rank is None and each.phase is Phase.RUNNING:
+            rounds[each.restart] = running[each.restart] = each.monotonic
+        elif each.phase is Phase.ENDED and each.rank is not None:
+            ends.setdefault(each.restart, {})[str(each.rank)] = each.monotonic
+        # The first output of a rank that joins no group says nothing about its start.
+        elif each.phase is Phase.RUNNING and not each.detail:
+            running[each.restart] = max(running.get(each.restart, 0.0), each.monotonic)
+    last = max(rounds, default=0)
+    lost = sum(
+        max(0.0, at - min(ends.get(number - 1, {}).values(), default=rounds[number]))
+        for number, at in running.items()
+        if number in rounds and number > 0
+    )
+    return {
+        "wall": round(now - begin, 1),
+        "waited": round(rounds.get(0, now) - begin, 1),
+        "startup": round(running[0] - begin, 1) if 0 in running else None,
+        "restarts": last,
+        "restart_seconds": round(lost, 1),
+        "ran": {
+            rank: round(at - rounds[last], 1)
+            for rank, at in ends.get(last, {}).items()
+            if last in rounds  # a full disk may have lost the begin of a round
+        },
+    }

@@ -40,7 +40,6 @@ class AgentParent:
             the first one.
         left: how many agents may follow this one.
         console: the progress of the console, for the next agent.
-        lease: until when the workers may run, for the forkserver.
         note: the values that this agent and those before it have kept; see `keep`.
     """
 
@@ -49,8 +48,7 @@ class AgentParent:
     ) -> None:
         self.pid = os.getpid()
         self.why = ""
-        self.console, self.lease = SharedNote(), SharedNote(64)
-        self.note = SharedNote(1 << 16)
+        self.console, self.note = SharedNote(), SharedNote(1 << 16)
         self._node_rank = topology.node_rank
         self._job_dir = job_dir
         self._attempt = attempt
@@ -109,10 +107,11 @@ class AgentParent:
                     processes.send_signal(agent, got.si_signo)
 
     def keep(self, **values: Any) -> None:
-        """In an agent: keep values for the parent and the next agent.
+        """In an agent: keep values for the parent, the forkserver and the next agent.
 
         ``joined``: whether this node has joined the coordinator; ``coordinates``: whether this node
         is the coordinator's; ``successors``: addresses where the next coordinator may listen;
-        ``rounds``: the newest round that it has seen, plus 1; ``why``: why this agent kills itself.
+        ``rounds``: the newest round that it has seen, plus 1; ``why``: why this agent kills itself;
+        ``until``: the monotonic time until which the workers may run without a sign of the agent.
         """
         self.note.write(self.note.read() | values)

@@ -36,7 +36,8 @@ class Wait:
 
     Attributes:
         step: the length of a step.
-        waited: the wait in collectives in a step.
+        waited: the wait in collectives in a step; in a result of `compare`, how long the others
+            wait for the rank.
     """
 
     step: float
@@ -46,28 +47,13 @@ class Wait:
         """Return whether a wait that arrived `age` seconds ago still tells about the rank."""
         return age < _KEPT + _KEPT_STEPS * self.step
 
-
-@dataclass(frozen=True)
-class Lateness:
-    """What one rank costs the others in each step.
-
-    Attributes:
-        waited: seconds for which the others wait for it.
-        step: the length of a step in seconds.
-    """
-
-    waited: float
-    step: float
-
-    def reaches(self, share: float) -> bool:
-        """Return whether the others wait for this share of a step, and long enough to tell."""
-        return self.waited >= max(share * self.step, _LEAST)
+    @property
+    def is_long(self) -> bool:
+        """Whether it is a large enough share of a step, and long enough to tell."""
+        return self.waited >= max(SHARE * self.step, _LEAST)
 
 
-_NOT_LATE = Lateness(0.0, 0.0)
-
-
-def compare(waits: Mapping[int, Wait]) -> dict[int, Lateness]:
+def compare(waits: Mapping[int, Wait]) -> dict[int, Wait]:
     """Return how long at least half of the ranks wait for each rank; at least 0 s.
 
     Args:
@@ -85,7 +71,7 @@ def compare(waits: Mapping[int, Wait]) -> dict[int, Lateness]:
         return {}
     # A rank that does not tell the truth changes a median little.
     usual = median_high(own.values())
-    return {rank: Lateness(max(0.0, usual - waited), step) for rank, waited in own.items()}
+    return {rank: Wait(step, max(0.0, usual - waited)) for rank, waited in own.items()}
 
 
 class StragglerWatch:
@@ -103,8 +89,8 @@ class StragglerWatch:
         self._interval = interval(nnodes)
         self._world_size = world_size
         self._events = events
-        self._places: dict[int, tuple[int, str]] = {}  # by rank: its node_rank and host
-        self._waits: dict[int, tuple[float, Wait]] = {}  # by rank, with the time of arrival
+        # By rank: the time of arrival, the wait, node_rank and host.
+        self._waits: dict[int, tuple[float, Wait, int, str]] = {}
         self._new: set[int] = set()  # ranks with a measurement since the last check
         self._checked = time.monotonic()
         # Measurements in a row in which a rank was late; below 0, in which it was not.
@@ -116,8 +102,7 @@ class StragglerWatch:
         """Record the waits of one node's ranks, by rank; check all ranks from time to time."""
         moment = time.monotonic()
         for rank, wait in waits.items():
-            self._places[rank] = node_rank, host
-            self._waits[rank] = moment, wait
+            self._waits[rank] = moment, wait, node_rank, host
         self._new.update(waits)
         # Waits of the same time are compared; a rank with long steps is not waited for.
         since = moment - self._checked
@@ -129,32 +114,30 @@ class StragglerWatch:
     def _check(self, moment: float) -> None:
         fresh = {
             rank: wait
-            for rank, (at, wait) in self._waits.items()
+            for rank, (at, wait, *_) in self._waits.items()
             if wait.is_fresh(moment - at - self._interval)
         }
         if 2 * len(fresh) < self._world_size:
             return
-        measured = compare(fresh)
-        for rank in sorted(self._new, key=lambda rank: -measured.get(rank, _NOT_LATE).waited):
-            lateness = measured.get(rank, _NOT_LATE)
-            if lateness.reaches(SHARE):
-                self._row[rank] = max(0, self._row[rank]) + 1
-            elif not lateness.reaches(SHARE / 2):
-                self._row[rank] = min(0, self._row[rank]) - 1
-            if self._row[rank] >= _IN_A_ROW and lateness.reaches(SHARE):
-                self._tell(rank, lateness, moment)
-            elif self._row[rank] <= -_IN_A_ROW and rank in self._named:
+        late = {rank: wait for rank, wait in compare(fresh).items() if wait.is_long}
+        for rank in sorted(late.keys() & self._new, key=lambda rank: -late[rank].waited):
+            self._row[rank] = max(0, self._row[rank]) + 1
+            if self._row[rank] >= _IN_A_ROW:
+                self._tell(rank, late[rank], moment)
+        for rank in self._new - late.keys():
+            self._row[rank] = min(0, self._row[rank]) - 1
+            if self._row[rank] <= -_IN_A_ROW and rank in self._named:
                 self._named.discard(rank)
                 self._events.add(CAUGHT_UP, restart=self._restart, rank=rank)
         self._new.clear()
 
-    def _tell(self, rank: int, lateness: Lateness, moment: float) -> None:
+    def _tell(self, rank: int, late: Wait, moment: float) -> None:
         is_recent = moment - self._told.get(rank, float("-inf")) < _AGAIN
         if is_recent or len(self._named - {rank}) >= _MAX_NAMED:
             return
         self._told[rank] = moment
         self._named.add(rank)
-        node_rank, host = self._places[rank]
-        waited_s, step_s = round(lateness.waited, 4), round(lateness.step, 4)
+        _, _, node_rank, host = self._waits[rank]
+        waited_s, step_s = round(late.waited, 4), round(late.step, 4)
         found = Straggler(rank, node_rank, host, waited_s=waited_s, step_s=step_s)
         self._events.add(STRAGGLING, restart=self._restart, **vars(found))

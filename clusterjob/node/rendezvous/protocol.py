@@ -27,7 +27,7 @@ LINE_BYTES = 1 << 18  # maximum bytes of a message
 _UNAUTHENTICATED_LINE_BYTES = 4096
 HANDSHAKE_SECONDS = 5.0  # seconds for a peer that has not proved the token to answer
 _MAX_REFUSAL = 1000  # characters of a reason from a peer that has not proved the token
-_TURNS = 10  # parts of such a wait; see `_answer_of`
+_TURNS = 10  # parts of such a wait; see `answer_of`
 
 
 class UnauthenticatedError(RendezvousError):
@@ -179,9 +179,9 @@ async def join(
         OSError, asyncio.TimeoutError: the connection broke, or had no answer in time.
     """
     proof = authenticate_to_coordinator(reader, writer, token=token, job_id=job_id)
-    channel = await _answer_of(proof, proof_seconds or HANDSHAKE_SECONDS)
+    channel = await answer_of(proof, proof_seconds or HANDSHAKE_SECONDS)
     channel.send(hello)
-    answer = await _answer_of(channel.receive(), welcome_seconds)
+    answer = await answer_of(channel.receive(), welcome_seconds)
     if isinstance(answer, messages.Refused):
         raise RefusedError(answer.why)
     if not isinstance(answer, messages.Welcome):
@@ -222,7 +222,7 @@ async def accept(
         except MalformedMessageError as error:
             return channel, error  # refused below, as a message that is not Hello
 
-    channel, hello = await _answer_of(exchange(), HANDSHAKE_SECONDS)
+    channel, hello = await answer_of(exchange(), HANDSHAKE_SECONDS)
     if hello is None:
         raise UnauthenticatedError("it closed the connection")
     if not isinstance(hello, messages.Hello):
@@ -249,7 +249,7 @@ async def refuse(channel: Channel, why: str) -> None:
     await channel.close()
 
 
-async def _answer_of(exchange: Coroutine[Any, Any, _T], seconds: float) -> _T:
+async def answer_of(exchange: Coroutine[Any, Any, _T], seconds: float) -> _T:
     """Return the result of an exchange with a peer; limit the time in which this process runs.
 
     The wait has several turns, and the event loop reads what has arrived before a turn ends. So a
