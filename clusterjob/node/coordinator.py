@@ -163,17 +163,18 @@ class Coordinator:
         earlier_, state = self._earlier, self._earlier.state
         if earlier_.moved:
             self._node.print_line(f"node {self._own} coordinates the job now: {earlier_.why}")
-        known = vars(state.lasting)
+        known, moment = vars(state.lasting), time.monotonic()
         ledger = Ledger(
             **known | {"deadline": earlier_.received_at + state.lasting.deadline},
             stage=Stage.RUN,
-            since=time.monotonic(),
+            since=moment,
             gone=earlier_.gone,
-            ended=frozenset({state.node} if earlier_.moved and earlier_.ended else ()),
             started=state.lasting.first_started,
         )
+        loss = Loss(earlier_.why, moment, ended=earlier_.ended)
+        self._nodes[state.node] = Node(state.node, state.host, pid=0, nproc=1).lose(loss)
         lost = Failure.of_node(state.node, state.host, message=earlier_.why)
-        self._apply(core.take_over(self._job, ledger, self._view(), time.monotonic(), lost))
+        self._apply(core.take_over(self._job, ledger, self._view(), moment, lost))
 
     async def _step(self) -> None:
         """Wait for a change or for the time of the next decision; decide."""
@@ -208,7 +209,8 @@ class Coordinator:
         if waits and ledger.round < 0:  # later, who may not join is nobody that the job waits for
             refused = self.membership.refusals or refused
         ended: frozenset[int] = frozenset()
-        if waits and any(self._nodes[node].lost for node in ledger.nodes if node in self._nodes):
+        nodes = [self._nodes[node] for node in ledger.nodes if node in self._nodes]
+        if waits and not all(node.here for node in nodes):
             found = ends.written(self._job_dir, self._identity.attempt)
             ended = frozenset(end["node_rank"] for end in found)
         return View(
@@ -365,6 +367,7 @@ class Coordinator:
 
     def _join(self, peer: Peer) -> None:
         hello, moment = peer.hello, time.monotonic()
+        before = self._nodes.get(peer.node_rank)
         self._nodes[peer.node_rank] = Node(
             peer.node_rank,
             hello.host,
@@ -373,14 +376,14 @@ class Coordinator:
             joined_at=moment,
             heard_at=moment,
             state=NodeState(seen=hello.rounds),
+            losses=before.losses if before is not None else (),
         )
         self._send_succession([peer])
 
     def _lose(self, peer: Peer, why: str, *, ended: bool = False, by_agent: bool = False) -> None:
         if not peer.lost:
-            lost = Loss(why, time.monotonic(), ended=ended, by_agent=by_agent)
-            node = self._nodes[peer.node_rank]
-            self._nodes[peer.node_rank] = replace(node, lost=lost)
+            loss = Loss(why, time.monotonic(), ended=ended, by_agent=by_agent)
+            self._nodes[peer.node_rank] = self._nodes[peer.node_rank].lose(loss)
             peer.lost = True
 
     # -- stacks ------------------------------------------------------------------------------------

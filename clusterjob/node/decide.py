@@ -96,7 +96,6 @@ class Job:
     Attributes:
         nnodes: the number of all nodes, spare ones included.
         own: the coordinator's node.
-        serves_store: whether that node serves torch's store, with or without workers.
         moves: whether another node may become the coordinator.
         asks_slurm: whether Slurm tells the other half of a split job that this node is down.
     """
@@ -105,7 +104,6 @@ class Job:
     nnodes: int
     own: int = 0
     attempt: int = 0
-    serves_store: bool = True
     moves: bool = False
     asks_slurm: bool = False
 
@@ -133,7 +131,8 @@ class Node:
         joined_at: when it joined.
         heard_at: when its newest state arrived.
         failures: the failures of its round, with the time of each.
-        lost: how it was lost; None while it is here.
+        here: whether its agent is not lost.
+        losses: how its agents were lost, the latest last; also those before this one.
     """
 
     node_rank: int
@@ -144,7 +143,12 @@ class Node:
     heard_at: float = 0.0
     state: NodeState = _NEW_STATE
     failures: tuple[Entry, ...] = ()
-    lost: Loss | None = None
+    here: bool = True
+    losses: tuple[Loss, ...] = ()
+
+    def lose(self, loss: Loss) -> Node:
+        """Return the node without its agent."""
+        return replace(self, here=False, losses=(*self.losses, loss))
 
     def receive(self, state: NodeState, now: float) -> Node:
         """Return the node with a new state; a failure keeps the time of its first report."""
@@ -284,14 +288,10 @@ class Ledger(Lasting):
     Attributes:
         since: when the stage began.
         chosen: the nodes of the round that begins, in the order of their ranks.
-        here: the nodes that were here when the newest round began, and were not lost since.
         gone: nodes that have certainly ended, as the agents of an earlier coordinator know.
         took_over: whether no round has begun since the coordinator moved.
-        losses: how often each node was lost.
-        lost: the nodes that are lost now.
-        ended: the nodes whose agents have ended since the newest round began.
+        losses: how many losses of each node are recorded.
         by_exec: the nodes that start their workers by exec.
-        fence: until when workers of nodes that have not joined this coordinator may run.
         started: when the newest workers were started, RFC 3339.
         warned: the scheduler's warning; None before it.
         end: how the round ends or, while the coordinator waits, how the last one ended.
@@ -307,14 +307,10 @@ class Ledger(Lasting):
     stage: Stage = Stage.WAIT
     since: float = 0.0
     chosen: tuple[int, ...] = ()
-    here: frozenset[int] = frozenset()
     gone: frozenset[int] = frozenset()
     took_over: bool = False
     losses: Mapping[int, int] = field(default_factory=dict)
-    lost: frozenset[int] = frozenset()
-    ended: frozenset[int] = frozenset()
     by_exec: frozenset[int] = frozenset()
-    fence: float = 0.0
     started: str | None = None
     warned: Warned | None = None
     end: Outcome | None = None
@@ -417,9 +413,7 @@ def take_over(job: Job, ledger: Ledger, view: View, now: float, lost: Failure) -
     The ledger is that of the coordinator before, with times of this machine's clock.
     """
     step = _Step(job, view, now, Decision(ledger))
-    step.add("lost", node_rank=lost.node_rank, host=lost.host, why=lost.message)
-    fence = now + job.options.lease + END_SECONDS
-    step.change(took_over=True, fence=fence, here=frozenset(), lost=frozenset(), run=Run())
+    step.change(took_over=True, run=Run(stop_at=now))
     # What the coordinator before has recorded may not have been carried out.
     recorded = outcome.of_round(ledger.rounds[-1]) if _is_recorded(job, ledger) else None
     step.go(Stage.STOP, end=recorded or ledger.end or outcome.failed(lost))
@@ -446,7 +440,7 @@ def orders(job: Job, ledger: Ledger, nodes: Mapping[int, Node]) -> Iterator[tupl
         collecting = replace(shared, collect=True, dumps=_is_hang(ledger.ending))
     found = _found(run, nodes) if ledger.stage is Stage.RUN else None
     for node_rank, node in nodes.items():
-        if node.lost is not None:
+        if not node.here:
             continue
         order = shared
         if ledger.stage is Stage.COLLECT and node_rank in run.collect_from:
@@ -650,15 +644,9 @@ class _Step:
     def note_changes(self) -> None:
         """Record the nodes that were lost or have come back, and the scheduler's warning."""
         ledger, nodes = self.ledger, self.view.nodes
-        lost = frozenset(node for node, each in nodes.items() if each.lost is not None)
-        for node_rank in sorted(lost - ledger.lost):
-            self._note_loss(nodes[node_rank])
-        for node_rank in sorted(ledger.here - lost):  # lost and back between two decisions
-            if (node := nodes.get(node_rank)) is not None and node.joined_at > ledger.run.began:
-                self._note_loss(node)
-        if lost != ledger.lost:
-            self.change(lost=lost)
         for node_rank, node in nodes.items():
+            if len(node.losses) > ledger.losses.get(node_rank, 0):
+                self._note_loss(node)
             if node.state.by_exec and node_rank not in self.ledger.by_exec:
                 self.change(by_exec=self.ledger.by_exec | {node_rank})
                 self.add("exec", node_rank=node_rank, why=node.state.by_exec)
@@ -674,23 +662,17 @@ class _Step:
             self.change(groups=groups[1:])
 
     def _note_loss(self, node: Node) -> None:
-        loss, ledger, rank = _loss(node), self.ledger, node.node_rank
-        self.add("lost", node_rank=rank, host=node.host, why=loss.why)
-        self.change(
-            losses={**ledger.losses, rank: ledger.losses.get(rank, 0) + 1},
-            here=ledger.here - {rank},
-            ended=ledger.ended | {rank} if loss.ended else ledger.ended,
-        )
-        if (
-            ledger.stage in (Stage.WAIT, Stage.MEASURE, Stage.START)
-            or rank not in ledger.run.worlds
-        ):
-            failure = self.loss_of(node)  # it runs no workers
+        ledger, rank = self.ledger, node.node_rank
+        self.add("lost", node_rank=rank, host=node.host, why=node.losses[-1].why)
+        self.change(losses={**ledger.losses, rank: len(node.losses)})
+        is_spare = ledger.stage is Stage.RUN and rank not in ledger.run.worlds
+        if is_spare or ledger.stage in (Stage.WAIT, Stage.MEASURE):  # it runs no workers
+            failure = self.loss_of(node)
             self.say(f"{failure.who}: {failure.message}")
 
     def loss_of(self, node: Node) -> Failure:
         """Return the failure of a lost node, or of the one that has made it seem lost."""
-        loss, stalled, at_fault = _loss(node), self.view.stalled, node
+        loss, stalled, at_fault = node.losses[-1], self.view.stalled, node
         text = f"the agent on {node.host} (pid {node.pid})"
         if not loss.by_agent:
             text += f" was lost: {loss.why}"
@@ -719,9 +701,7 @@ class _Step:
 
     def usable(self) -> list[int]:
         """Return the nodes that are here and run no workers."""
-        return [
-            node for node, each in self.view.nodes.items() if each.lost is None and each.state.idle
-        ]
+        return [node for node, each in self.view.nodes.items() if each.here and each.state.idle]
 
     def chosen(self) -> list[int]:
         """Return the nodes of the round that begins, in the order of their ranks."""
@@ -732,13 +712,13 @@ class _Step:
 
     def present(self) -> set[int]:
         """Return the nodes that are here, and know no newer round."""
-        newest = self.ledger.round + 1
+        newest, began = self.ledger.round + 1, self.current.began
         return {
             node
             for node, each in self.view.nodes.items()
-            if each.lost is None
+            if each.here
             and each.state.seen <= newest
-            and (each.state.seen or node in self.ledger.here)
+            and (each.state.seen or each.joined_at <= began)
         }
 
     def has_majority(self) -> bool:
@@ -752,15 +732,13 @@ class _Step:
 
     def may_train(self) -> float:
         """Return until when workers of the newest round may run on nodes that are not here."""
-        ledger, until = self.ledger, 0.0
-        for node_rank in ledger.nodes:
+        until = 0.0
+        for node_rank in self.ledger.nodes:
             node = self.view.nodes.get(node_rank)
-            if node_rank in self.view.ended:
-                continue
-            if node is None:
-                until = max(until, ledger.fence)
-            elif node.lost is not None:
-                until = max(until, node.lost.at + self.job.options.lease + END_SECONDS)
+            if node_rank not in self.view.ended and (node is None or not node.here):
+                # Without an agent here, it has lost the coordinator before this one.
+                lost_at = node.losses[-1].at if node is not None else self.current.stop_at
+                until = max(until, lost_at + self.job.options.lease + END_SECONDS)
         return until
 
     # -- the wait for a round ----------------------------------------------------------------------
@@ -815,7 +793,7 @@ class _Step:
             self.finish(end)
             return
         assert ledger.measure is not None
-        here = [node for node in ledger.measure.nodes if nodes[node].lost is None]
+        here = [node for node in ledger.measure.nodes if nodes[node].here]
         due = ledger.since + self.job.options.join_timeout + _PREFLIGHT_SECONDS
         how = {node: nodes[node].state.measured for node in here}
         failed = any(text not in ("", MEASURED) for text in how.values())  # the others wait for it
@@ -835,7 +813,7 @@ class _Step:
             text = f"preflight: {'; '.join(slow_lines(self.ledger, nodes)[:_MOST_NAMED])}"
             self.finish(outcome.failed(self._launch_failure(min(slow), text)))
         else:
-            complete = not self.ledger.lost and len(chosen) >= self.least
+            complete = all(each.here for each in nodes.values()) and len(chosen) >= self.least
             self.go(Stage.START if complete else Stage.WAIT, chosen=chosen)
 
     def _launch_failure(self, node: int, why: str) -> Failure:
@@ -860,15 +838,16 @@ class _Step:
         """Name the missing nodes every 5 s; end the job if they do not come in time."""
         ledger, nodes, nnodes = self.ledger, self.view.nodes, self.job.nnodes
         options = self.job.options
-        if first and nnodes - len(ledger.lost) < self.least:
-            last = max((nodes[node] for node in ledger.lost), key=lambda node: _loss(node).at)
+        lost = [node for node in nodes.values() if not node.here]
+        if first and nnodes - len(lost) < self.least:
+            last = max(lost, key=lambda node: node.losses[-1].at)
             self.finish(outcome.failed(self.loss_of(last)))
             return
         timeout = options.return_timeout
         if first or options.min_nodes is not None:
             timeout = options.join_timeout
         waited = self.now - ledger.since
-        missing = [node for node in range(nnodes) if node not in nodes or nodes[node].lost]
+        missing = [node for node in range(nnodes) if node not in nodes or not nodes[node].here]
         names = f"node {', '.join(ranges(missing))} of {nnodes}"
         if waited > timeout and missing:
             few = f"{len(self.chosen())} of {self.least} nodes are left"
@@ -897,7 +876,7 @@ class _Step:
     def begin(self, worlds: Mapping[int, World]) -> None:
         ledger, options = self.ledger, self.job.options
         nodes = tuple(node for node, world in worlds.items() if world.nproc)
-        here = frozenset(node for node, each in self.view.nodes.items() if each.lost is None)
+        here = tuple(sorted(node for node, each in self.view.nodes.items() if each.here))
         first = ledger.first_started is None
         deadline = ledger.deadline
         if first and options.time_limit is not None:
@@ -912,11 +891,9 @@ class _Step:
             Stage.RUN,
             round=number,
             nodes=nodes,
-            groups=(*ledger.groups[:1], Members(tuple(sorted(here)), self.job.own)),
-            here=here,
+            groups=(*ledger.groups[:1], Members(here, self.job.own)),
             gone=frozenset(),
             took_over=False,
-            ended=frozenset(),
             started=self.view.time,
             first_started=ledger.first_started or self.view.time,
             deadline=deadline,
@@ -981,7 +958,7 @@ class _Step:
         if not gone and not self.has_majority():  # the other part of a split job may start a round
             gone = [node for node in self.view.nodes.values() if self._is_gone(node)]
         if gone:
-            losses = [Entry(self.loss_of(node), _loss(node).at, exited=True) for node in gone]
+            losses = [Entry(self.loss_of(node), node.losses[-1].at, exited=True) for node in gone]
             if ledger.warned is not None and root is None:
                 return self.preempted(losses[0].failure.message)  # the scheduler has taken it
             root, _ = root_cause.explain([*failures, *losses])
@@ -1010,7 +987,7 @@ class _Step:
 
     def _is_gone(self, node: Node) -> bool:
         """Return whether the agent of a node of the round was lost, also if it is back already."""
-        return node.lost is not None or node.joined_at > self.current.began
+        return not node.here or node.joined_at > self.current.began
 
     def _failure_due(self, found: Sequence[Entry], root: Failure | None) -> float:
         """Return when a failure ends the round: other nodes may know the cause of an effect."""
@@ -1030,7 +1007,7 @@ class _Step:
             node
             for node in self.ledger.nodes
             if (each := self.view.nodes.get(node)) is not None
-            and each.lost is None
+            and each.here
             and not (each.state.reported and each.state.round == self.ledger.round)
         ]
         return polled + options.lease + 2 * options.heartbeat if silent else due
@@ -1221,7 +1198,7 @@ class _Step:
             node
             for node in run.worlds
             if node in nodes
-            and nodes[node].lost is None
+            and nodes[node].here
             and not (nodes[node].state.idle and nodes[node].state.round >= ledger.round)
             and nodes[node].joined_at <= run.began
         ]
@@ -1287,16 +1264,17 @@ class _Step:
         """Leave the node of a failure out of the next rounds, and name its host for later jobs."""
         node, ledger = failure.node_rank, self.ledger
         lost = failure.kind is FailureKind.NODE_LOST
+        losses = self.view.nodes[node].losses if node in self.view.nodes else ()
         kind = (self.job.attempt, FailureKind.DISK)
         disks = {each.node for each in ledger.rounds if (each.attempt, each.kind) == kind}
         if failure.kind is FailureKind.DISK and len(disks) > 1:  # all nodes share it
             self.change(avoided=tuple(each for each in ledger.avoided if each not in disks))
             return
-        if not lost or ledger.losses.get(node, 0) > 1:  # a lost node may come back once
+        if not lost or len(losses) > 1:  # a lost node may come back once
             self.change(avoided=(*(each for each in ledger.avoided if each != node), node))
         # If only the agent was killed, its host is not to blame. A coordinator whose agent was
         # killed is here again. A full disk is emptied.
-        agent_killed = lost and node in {*ledger.ended, self.job.own}
+        agent_killed = lost and (node == self.job.own or any(each.ended for each in losses[-1:]))
         if not agent_killed and not failure_texts.is_full_disk(failure.message):
             self.add(
                 "avoid",
@@ -1336,11 +1314,6 @@ def slow_lines(ledger: Ledger, nodes: Mapping[int, Node]) -> list[str]:
     """Return a line for each node that the preflight has found to be slow."""
     names = host_names(nodes)
     return [f"host {names[node]}: {why}" for node, why in ledger.slow.items()]
-
-
-def _loss(node: Node) -> Loss:
-    """Return how a node was lost, maybe before its agent was started again."""
-    return node.lost or Loss("its agent was started again", node.joined_at, ended=True)
 
 
 def _has_ended(node: Node) -> bool:

@@ -816,6 +816,9 @@ class Coordinator:
         self.decided = -1.0
         self.ticked = sim.now
         self.stalled_until = -1.0
+        if before is not None:
+            lost = Node(before, f"host{before}", pid=0, nproc=1)
+            self.nodes[before] = lost.lose(Loss("it was lost", sim.now))
         number = len(sim.machines)
         self.job = Job(
             sim.options,
@@ -856,7 +859,7 @@ class Coordinator:
         if self.dead:
             return False
         known = self.nodes.get(number)
-        if known is not None and known.lost is None:
+        if known is not None and known.here:
             same = known.pid == agent.pid  # it has lost this coordinator, else it was killed
             self.lose(
                 self.links[number].agent,
@@ -874,6 +877,7 @@ class Coordinator:
             joined_at=sim.now,
             heard_at=sim.now,
             state=agent.state(),
+            losses=known.losses if known is not None else (),
         )
         link = self.links[number] = Link(sim, agent, self)
         agent.link, agent.joined = link, True
@@ -889,7 +893,7 @@ class Coordinator:
         if self.dead or self.links.get(number) is not link:
             return
         node = self.nodes[number]
-        if node.lost is not None:
+        if not node.here:
             return
         self.nodes[number] = node.receive(state, self.sim.now)
         if state != node.state:
@@ -908,10 +912,8 @@ class Coordinator:
         if self.dead or self.links.get(number) is not link:
             return
         node = self.nodes[number]
-        if node.lost is None:
-            self.nodes[number] = replace(
-                node, lost=Loss(why, self.sim.now, ended=ended, by_agent=by_agent)
-            )
+        if node.here:
+            self.nodes[number] = node.lose(Loss(why, self.sim.now, ended=ended, by_agent=by_agent))
             link.up = False
             self.plan(0.0)
 
@@ -925,10 +927,11 @@ class Coordinator:
             if stalled:
                 self.on_thaw()
             self.ticked = sim.now
-            for number, node in list(self.nodes.items()):
+            for number in list(self.links):
+                node = self.nodes[number]
                 self.links[number].to_agent(None)
                 silent = sim.now - node.heard_at
-                if node.lost is None and silent > LEASE and number != self.machine.number:
+                if node.here and silent > LEASE and number != self.machine.number:
                     self.lose(
                         self.links[number].agent,
                         f"no message for {silent:.0f} s",
@@ -963,7 +966,7 @@ class Coordinator:
         self.ledger = decision.ledger
         for number, why in decision.dropped.items():
             link = self.links[number]
-            self.nodes[number] = replace(self.nodes[number], lost=Loss(why, sim.now))
+            self.nodes[number] = self.nodes[number].lose(Loss(why, sim.now))
             link.reset()
         for name, fields in decision.events:
             sim.say(f"[{self.machine.number}] {name} {fields}")
@@ -995,7 +998,7 @@ class Coordinator:
         size = sum(self.nodes[number].nproc for number in chosen)
         for rank, number in enumerate(chosen):
             node = self.nodes[number]
-            if node.lost is not None or not node.state.idle:
+            if not node.here or not node.state.idle:
                 raise Violation(f"round starts without node {number}")
             worlds[number] = World(
                 self.ledger.round + 1, "addr", 1, True, rank, len(chosen), node.nproc, first, size
@@ -1011,7 +1014,7 @@ class Coordinator:
         return worlds
 
     def send_orders(self) -> None:
-        heirs = [number for number in sorted(self.nodes) if self.nodes[number].lost is None]
+        heirs = [number for number in sorted(self.nodes) if self.nodes[number].here]
         heirs.sort(key=lambda n: (n <= self.machine.number, n == self.machine.number, n))
         for number, order in core.orders(self.job, self.ledger, self.nodes):
             link = self.links[number]
@@ -1055,7 +1058,7 @@ class Coordinator:
         sim.check_success(self.ledger, verdict)
         sim.shared_result = verdict
         for number, node in self.nodes.items():
-            if node.lost is None:
+            if node.here:
                 self.links[number].to_agent(End(state=verdict.state))
         self.dead = True
         sim.after(3.0, lambda: self.leave(verdict))
@@ -1077,7 +1080,7 @@ MUTANTS: dict[str, tuple[str, Callable[..., Any]]] = {
     "no wait for workers of lost nodes": ("may_train", lambda step: 0.0),
     "a round begins on busy nodes": (
         "usable",
-        lambda step: [n for n, node in step.view.nodes.items() if node.lost is None],
+        lambda step: [n for n, node in step.view.nodes.items() if node.here],
     ),
     "a round ends without its lost nodes": ("_is_gone", lambda step, node: False),
     "the end of a round is not waited for": ("stop", lambda step: step.end_round()),

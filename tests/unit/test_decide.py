@@ -71,13 +71,18 @@ class Cluster:
         self.join(*range(nnodes), nproc=nproc)
 
     def join(self, *numbers: int, nproc: int = 1) -> None:
+        """Let agents join, also those that were started again."""
         for number in numbers:
+            if number in self.nodes and self.nodes[number].here:
+                self.lose(number, "its agent joins again", ended=True)
+            losses = self.nodes[number].losses if number in self.nodes else ()
             self.nodes[number] = Node(
-                number, f"gpu{number}", pid=1, nproc=nproc, joined_at=self.now, heard_at=self.now
-            )
+                number, f"gpu{number}", pid=1, nproc=nproc, joined_at=self.now, heard_at=self.now,
+                losses=losses,
+            )  # fmt: skip
 
     def lose(self, number: int, why: str = "no message for 10 s", **fields: Any) -> None:
-        self.nodes[number] = replace(self.nodes[number], lost=Loss(why, self.now, **fields))
+        self.nodes[number] = self.nodes[number].lose(Loss(why, self.now, **fields))
 
     def say(self, *numbers: int, **fields: Any) -> None:
         """Let nodes send their states."""
@@ -149,7 +154,7 @@ class Cluster:
                 self.decide()
             if self.ledger.stage is Stage.STOP:
                 for number in self.ledger.run.worlds:
-                    if self.nodes[number].lost is None:
+                    if self.nodes[number].here:
                         self.say(number, round=self.ledger.round, idle=True, ended=True)
                 self.decide()
 
@@ -596,7 +601,7 @@ def test_node_that_does_not_stop_is_dropped_after_the_grace() -> None:
     cluster.say(0, idle=True, ended=True)
     cluster.wait(8.0)
     assert cluster.ledger.stage is Stage.END
-    assert cluster.nodes[1].lost is not None
+    assert not cluster.nodes[1].here
     assert "node 1 (host gpu1) does not answer the stop order" in cluster.lines
 
 
