@@ -65,7 +65,6 @@ _MARGIN = 2.0  # seconds for the verdict of a job that is preempted, beyond the 
 # The interval of the looks for a hang: a part of the timeout, between these seconds.
 _HANG_PARTS, _HANG_SHORTEST, _HANG_LONGEST = 20, 1.0, 5.0
 _SAMPLE_SECONDS = 4.0  # seconds for all nodes to answer
-_HANG_JITTER = 0.5  # seconds by which the network may delay a sign of life
 _NO_ANSWER = "does not answer the stop order"
 _NOT_STARTED = "before its workers had started"
 _PREFLIGHT_SECONDS = 30.0  # the longest preflight, after the start of its processes
@@ -241,7 +240,6 @@ class Run:
         alive: when a worker last gave a sign of life.
         sample: the number of the newest sample of stacks; 0 without one.
         sampled: when it was ordered.
-        comparable: whether the nodes have a sample since the last sign of life before it.
         collect_from: the nodes that were asked for stacks.
         stop_at: when the round was stopped; infinity before.
         stop_due: when nodes that have not stopped are given up.
@@ -261,7 +259,6 @@ class Run:
     alive: float = 0.0
     sample: int = 0
     sampled: float = 0.0
-    comparable: bool = False
     collect_from: frozenset[int] = frozenset()
     stop_at: float = math.inf
     stop_due: float = math.inf
@@ -427,12 +424,7 @@ def orders(job: Job, ledger: Ledger, nodes: Mapping[int, Node]) -> Iterator[tupl
     if ledger.stage is Stage.STOP:
         shared = replace(shared, stop=_stop_order(job, ledger, nodes))
     elif ledger.stage in (Stage.RUN, Stage.COLLECT):
-        shared = replace(
-            shared,
-            report=run.polled is not None,
-            sample=run.sample,
-            first=not run.comparable,
-        )
+        shared = replace(shared, report=run.polled is not None, sample=run.sample)
     elif ledger.stage is Stage.MEASURE:
         shared = replace(shared, measure=ledger.measure)
     collecting = shared
@@ -1114,24 +1106,16 @@ class _Step:
         alive = max((node.heard_at - node.state.quiet for node in living), default=now)
         if self.view.stalled:
             alive = now  # the workers may have been stopped too
-        if alive > run.alive + _HANG_JITTER:
-            self.change_run(alive=alive, comparable=False)
-            run = self.current
+        alive = max(alive, run.alive)
+        self.change_run(alive=alive)
         answered = all(node.state.sampled == run.sample for node in living)
-        compared = run.comparable and answered and run.sampled > run.alive
-        if compared and any(node.state.moved for node in living):
-            self.change_run(alive=run.sampled)
-            run = self.current
-        elif compared and run.sampled - run.alive >= timeout:
+        if answered and run.sampled - alive >= timeout:
             return outcome.hang(self.job.own, self.view.nodes[self.job.own].host, timeout)
-        limit = run.alive + timeout
-        due = max(run.alive, run.sampled) + interval
-        if run.comparable and run.sampled < limit < due:
-            due = limit  # the last sample
+        due = max(alive, run.sampled) + interval
         if not answered:
             due = max(due, run.sampled + _SAMPLE_SECONDS)
         if now >= due:
-            self.change_run(sample=run.sample + 1, sampled=now, comparable=run.sampled > run.alive)
+            self.change_run(sample=run.sample + 1, sampled=now)
             due = now + _SAMPLE_SECONDS
         self.wake(due)
         return None

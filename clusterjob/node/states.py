@@ -97,10 +97,10 @@ class NodeState:
         probed: the answer to the newest question about missing ranks; None without one.
         joined, formed: the number of ranks that have begun, and completed, a process group.
         importing: whether a worker imports torch at this moment.
-        quiet: seconds since the last output or heartbeat of a worker, when the state was made.
+        quiet: seconds since the last sign of life of a worker, when the state was made: output, a
+            heartbeat, or a sample of the stacks in which it has moved.
         step: the step of the last heartbeat; -1 without one.
         sampled: the number of the newest sample of the workers' stacks; 0 without one.
-        moved: whether a worker has moved between that sample and the one before.
         collected: whether the stacks of its workers have been sent.
         measured: how the measuring process has ended: "done", or why it failed; empty before.
         by_exec: why the node starts its workers by exec; empty if it forks them.
@@ -124,7 +124,6 @@ class NodeState:
     quiet: float = 0.0
     step: Annotated[int, Limit(2**62, minimum=-1)] = -1
     sampled: Number = 0
-    moved: bool = False
     collected: bool = False
     measured: Text = ""
     by_exec: Text = ""
@@ -199,7 +198,6 @@ class Order:
         probe: a question about workers of the node; None without one.
         found: an answer for a worker of the node; None without one.
         sample: the number of the sample of the stacks to take; 0 for none.
-        first: whether that sample is the first one since the last sign of life.
         collect: whether to send the stacks of all workers.
         dumps: whether to add the dumps of torch's flight recorder.
         measure: how to measure the node; None if it need not be.
@@ -213,7 +211,6 @@ class Order:
     probe: Probe | None = None
     found: Found | None = None
     sample: Number = 0
-    first: bool = False
     collect: bool = False
     dumps: bool = False
     measure: Measure | None = None

@@ -1063,7 +1063,10 @@ def test_counts_never_fall() -> None:
 
 
 class Quiet(Cluster):
-    """Two nodes whose workers are silent; each answers a request for a sample at once."""
+    """Two nodes whose workers are silent; each answers a request for a sample at once.
+
+    In a sample, workers that move show a sign of life.
+    """
 
     def __init__(self, **options: Any) -> None:
         super().__init__(2, **options)
@@ -1080,9 +1083,10 @@ class Quiet(Cluster):
             self.decide()
             for number, order in self.orders().items():
                 if number not in self.silent and order.sample:
-                    moved = self.moved[number] and not order.first
+                    if self.moved[number]:
+                        self.output_at[number] = self.now
                     quiet = self.now - self.output_at[number]
-                    self.say(number, sampled=order.sample, moved=moved, quiet=quiet, step=number)
+                    self.say(number, sampled=order.sample, quiet=quiet, step=number)
             self.decide()
         return self.ledger.stage is not Stage.RUN
 
@@ -1316,7 +1320,7 @@ STATES = st.builds(
     | st.just(Request(warning="why")),
     **{
         name: st.booleans()
-        for name in ("started", "ended", "idle", "reported", "importing", "moved", "collected")
+        for name in ("started", "ended", "idle", "reported", "importing", "collected")
     },
 )
 OPTIONS = [

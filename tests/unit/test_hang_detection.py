@@ -67,16 +67,16 @@ class Samples:
         self.hidden = list(workers.values())
         return dict.fromkeys(workers, self.activity)
 
-    def take(self, *found: RankStack, first: bool = False, **used: Any) -> bool:
+    def take(self, *found: RankStack, **used: Any) -> bool:
         self.now += 5.0
         self.activity = replace(self.activity, **used)
-        return self.progress.sample(lambda: found, first=first)
+        return self.progress.sample(lambda: found)
 
 
 @pytest.fixture
 def samples(monkeypatch: pytest.MonkeyPatch) -> Samples:
     taken = Samples(monkeypatch)
-    assert not taken.take(stack("a.py:main", "a.py:step"), first=True)
+    assert taken.take(stack("a.py:main", "a.py:step")), "a new rank moves"
     return taken
 
 
@@ -114,7 +114,7 @@ def test_stack_that_is_written_in_a_sample_is_no_move(samples: Samples) -> None:
         samples.activity = replace(samples.activity, io=900)
         return [stack("a.py:main", "a.py:step")]
 
-    assert not samples.progress.sample(write, first=False)
+    assert not samples.progress.sample(write)
     assert not samples.take(stack("a.py:main", "a.py:step"))
 
 
@@ -128,7 +128,7 @@ def test_main_thread_counts_as_below_where_the_stack_does_not_show_the_work(
     monkeypatch: pytest.MonkeyPatch, main: str | None
 ) -> None:
     samples = Samples(monkeypatch)
-    samples.take(stack(main or "", answered=main is not None), first=True)
+    samples.take(stack(main or "", answered=main is not None))
     assert samples.hidden == [main != "a.py:step"]
 
 

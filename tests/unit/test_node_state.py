@@ -76,7 +76,6 @@ FULL = NodeState(
     quiet=4.5,
     step=10,
     sampled=6,
-    moved=True,
     collected=True,
     measured="done",
     by_exec="the script sets OMP_NUM_THREADS",

@@ -334,14 +334,13 @@ class NodeWorkers:
     async def _take_sample(self, order: Order) -> None:
         """Report whether the workers have moved since the last sample of their stacks."""
         try:
-            moved = await asyncio.to_thread(self._sample, first=order.first)
+            moved = await asyncio.to_thread(self._progress.sample, self._stacks)
         except _ERRORS:  # without a sample, nothing shows that the workers stand still
             moved = True
         if self.report.state.round == order.round:
-            self.report.set(sampled=order.sample, moved=moved)
-
-    def _sample(self, *, first: bool) -> bool:
-        return self._progress.sample(self._stacks, first=first)
+            if moved:
+                self.report.note_alive(time.monotonic())
+            self.report.set(sampled=order.sample)
 
     def _stacks(self) -> list[RankStack]:
         # Another process of the job may offer a false table.
