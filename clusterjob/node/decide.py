@@ -25,7 +25,6 @@ from clusterjob.node.rendezvous.root_cause import Entry
 from clusterjob.node.rendezvous.succession import may_go_on
 from clusterjob.node.stacks.grouping import RankStack
 from clusterjob.node.states import (
-    Found,
     Measure,
     Missing,
     NodeState,
@@ -69,7 +68,7 @@ _NO_ANSWER = "does not answer the stop order"
 _NOT_STARTED = "before its workers had started"
 _PREFLIGHT_SECONDS = 30.0  # the longest preflight, after the start of its processes
 MEASURED = "done"
-_SMALL_WORLD, _MOST_IMPORTS = 16, 4  # ranks; events
+_COUNT_SECONDS = 1.0  # seconds between two events that count ranks, but for the last one
 
 
 _NEW_STATE = NodeState()
@@ -204,24 +203,6 @@ class Warned:
 
 
 @dataclass(frozen=True)
-class Asked:
-    """The newest question about ranks of the round, by node.
-
-    Attributes:
-        asker: node and local rank of the worker that waits for them; None for a note.
-        gave_up: whether that worker does not wait any more.
-        note: a line for the logs of these ranks.
-    """
-
-    number: int
-    at: float
-    ranks: Mapping[int, Sequence[int]]
-    asker: tuple[int, int] | None = None
-    gave_up: bool = False
-    note: str = ""
-
-
-@dataclass(frozen=True)
 class Run:
     """What the coordinator remembers of the current round.
 
@@ -229,14 +210,15 @@ class Run:
         began: when its workers were started.
         worlds: the place of each node.
         running: whether the workers of all nodes have been started.
-        asked: the newest question about missing ranks; None without one.
-        missing: the newest request of each node to ask about missing ranks.
-        answered: the nodes that have answered the newest question.
+        answers: the newest recorded answer of each node about missing ranks.
+        note: which ranks still run long after the others have succeeded; empty before.
+        unfinished: some of these ranks, by node.
         polled: when the nodes were asked for failures; None before.
         successes: how many ranks have ended with exit code 0, and when the last one did; infinity
             if the ranks that still run were named since.
-        counts: the ranks that have joined and formed a group, as the last event says.
-        importing, imports: whether ranks import torch, and how often that began.
+        counts: the ranks that have joined and formed a group, and whether others import torch, as
+            the last event says.
+        counted: when it was added.
         alive: when a worker last gave a sign of life.
         sample: the number of the newest sample of stacks; 0 without one.
         sampled: when it was ordered.
@@ -248,14 +230,13 @@ class Run:
     began: float = 0.0
     worlds: Mapping[int, World] = field(default_factory=dict)
     running: bool = False
-    asked: Asked | None = None
-    missing: Mapping[int, Missing] = field(default_factory=dict)
-    answered: frozenset[int] = frozenset()
+    answers: Mapping[int, Probed] = field(default_factory=dict)
+    note: str = ""
+    unfinished: Mapping[int, Sequence[int]] = field(default_factory=dict)
     polled: float | None = None
     successes: tuple[int, float] = (0, 0.0)
-    counts: tuple[int, int] = (0, 0)
-    importing: bool = False
-    imports: int = 0
+    counts: tuple[int, int, bool] = (0, 0, False)
+    counted: float = 0.0
     alive: float = 0.0
     sample: int = 0
     sampled: float = 0.0
@@ -430,7 +411,10 @@ def orders(job: Job, ledger: Ledger, nodes: Mapping[int, Node]) -> Iterator[tupl
     collecting = shared
     if ledger.stage is Stage.COLLECT:
         collecting = replace(shared, collect=True, dumps=_is_hang(ledger.ending))
-    found = _found(run, nodes) if ledger.stage is Stage.RUN else None
+    questions = _questions(ledger, nodes)
+    gave_up = any(probe.gave_up for probe in questions.values())
+    answers = {} if gave_up else _answers(questions, ledger, nodes)
+    found = tuple(line for answer in answers.values() for line in answer.lines)
     for node_rank, node in nodes.items():
         if not node.here:
             continue
@@ -440,13 +424,12 @@ def orders(job: Job, ledger: Ledger, nodes: Mapping[int, Node]) -> Iterator[tupl
         # An agent that was started again since has no workers of this round.
         in_round = node_rank in run.worlds and node.joined_at <= run.began
         if ledger.stage in (Stage.RUN, Stage.COLLECT) and in_round:
-            order = replace(order, world=run.worlds[node_rank])
-            asked = run.asked
-            if asked is not None and node_rank in asked.ranks:
-                wanted = tuple(asked.ranks[node_rank])
-                order = replace(order, probe=Probe(asked.number, wanted, asked.gave_up, asked.note))
-            if found is not None and found[0] == node_rank:
-                order = replace(order, found=found[1])
+            order = replace(
+                order,
+                world=run.worlds[node_rank],
+                probe=questions.get(node_rank),
+                found=found if _missing(node, ledger) is not None else (),
+            )
         yield node_rank, order
 
 
@@ -501,47 +484,51 @@ def _failures(job: Job, ledger: Ledger, view: View, now: float) -> tuple[list[En
 
 
 def _reported(ledger: Ledger, view: View) -> Iterator[Entry]:
-    run = ledger.run
-    for node_rank in run.worlds:  # also the node that only serves the store
+    gave_up = []
+    for node_rank in ledger.run.worlds:  # also the node that only serves the store
         node = view.nodes.get(node_rank)
         if node is not None and node.state.round == ledger.round:
             yield from node.failures
-    asked = run.asked
-    if asked is not None and asked.gave_up:
-        gave_up = any(
-            each.failure.kind is FailureKind.RENDEZVOUS
-            for node_rank in ledger.nodes
-            if (node := view.nodes.get(node_rank)) is not None
-            for each in node.failures
-        )
-        if gave_up:  # a script may catch the error and try again
-            for answer in _answers(asked, view.nodes).values():
-                yield from (Entry(each, asked.at, exited=True) for each in answer.failures)
+            kind = FailureKind.RENDEZVOUS
+            gave_up += [each.at for each in node.failures if each.failure.kind is kind]
+    if gave_up:  # else a script may have caught the error, and tries again
+        questions = _questions(ledger, view.nodes)
+        for answer in _answers(questions, ledger, view.nodes).values():
+            yield from (Entry(each, min(gave_up), exited=True) for each in answer.failures)
 
 
-def _answers(asked: Asked, nodes: Mapping[int, Node]) -> dict[int, Probed]:
-    """Return the answers to the newest question so far, by node."""
-    found = {}
-    for node_rank in asked.ranks:
-        probed = nodes[node_rank].state.probed if node_rank in nodes else None
-        if probed is not None and probed.number == asked.number:
-            found[node_rank] = probed
-    return found
+def _missing(node: Node, ledger: Ledger) -> Missing | None:
+    """Return for which ranks of the newest round a worker of the node waits."""
+    return node.state.missing if node.state.round == ledger.round else None
+
+
+def _questions(ledger: Ledger, nodes: Mapping[int, Node]) -> dict[int, Probe]:
+    """Return the question to each node with ranks for which others wait, or that still run."""
+    run = ledger.run
+    here = (nodes[node] for node in run.worlds if node in nodes)
+    waits = [missing for node in here if (missing := _missing(node, ledger)) is not None]
+    gave_up = any(missing.gave_up for missing in waits)
+    if run.note and not gave_up:
+        return {node: Probe(tuple(own), note=run.note) for node, own in run.unfinished.items()}
+    by_node = run.by_node(rank for missing in waits for rank in missing.ranks) if waits else {}
+    return {node: Probe(tuple(own), gave_up) for node, own in by_node.items()}
+
+
+def _answers(
+    questions: Mapping[int, Probe], ledger: Ledger, nodes: Mapping[int, Node]
+) -> dict[int, Probed]:
+    """Return the answers to these questions so far, by node."""
+    return {
+        node: probed
+        for node, probe in questions.items()
+        if (probed := nodes[node].state.probed) is not None
+        and probed.probe == probe
+        and nodes[node].state.round == ledger.round
+    }
 
 
 def _is_hang(end: Outcome) -> bool:
     return end.failure is not None and end.failure.kind is FailureKind.HANG
-
-
-def _found(run: Run, nodes: Mapping[int, Node]) -> tuple[int, Found] | None:
-    """Return what the ranks do for which a worker waits, and the node of that worker."""
-    asked = run.asked
-    if asked is None or asked.asker is None or asked.gave_up:
-        return None
-    lines = [line for each in _answers(asked, nodes).values() for line in each.lines]
-    if not lines:
-        return None
-    return asked.asker[0], Found(asked.number, asked.asker[1], tuple(lines))
 
 
 def _requests(nodes: Iterable[Node]) -> Iterator[Request]:
@@ -910,7 +897,7 @@ class _Step:
         nodes = [self.view.nodes[node] for node in ledger.nodes if node in self.view.nodes]
         here = [node for node in nodes if node.state.round == ledger.round]
         self._note_progress(here)
-        self._ask_about_missing(here)
+        self._note_answers()
         failures, left, suspects_due = _failures(self.job, ledger, self.view, self.now)
         root, _ = root_cause.explain(failures, _early_exits(ledger, self.view))
         done = len(here) == len(ledger.nodes) and all(node.state.ended for node in here)
@@ -986,9 +973,11 @@ class _Step:
         due, options = root_cause.stop_due(found), self.job.options
         if root is None or not root.effect:
             return due
-        asked = self.current.asked
-        if asked is not None and asked.gave_up and asked.ranks.keys() - self.current.answered:
-            due = max(due, asked.at + _ANSWER_SECONDS)
+        nodes = self.view.nodes
+        questions = _questions(self.ledger, nodes)
+        asks = any(probe.gave_up for probe in questions.values())
+        if asks and questions.keys() - _answers(questions, self.ledger, nodes).keys():
+            due = max(due, min(entry.at for entry in found) + _ANSWER_SECONDS)
         if due > self.now:
             return due
         polled = self.current.polled
@@ -998,7 +987,7 @@ class _Step:
         silent = [
             node
             for node in self.ledger.nodes
-            if (each := self.view.nodes.get(node)) is not None
+            if (each := nodes.get(node)) is not None
             and each.here
             and not (each.state.reported and each.state.round == self.ledger.round)
         ]
@@ -1016,53 +1005,34 @@ class _Step:
             if not ledger.limit_runs and options.time_limit is not None:
                 self.change(deadline=self.now + options.time_limit)
             self.change(limit_runs=True)
-        importing = any(node.state.importing for node in here)
-        if importing is not run.importing:
-            imports = run.imports + importing
-            self.change_run(importing=importing, imports=imports)
-            if imports <= _MOST_IMPORTS:  # user code may pretend to import for ever
-                self.add("importing", restart=ledger.restarts, torch=importing)
         joined = sum(min(node.state.joined, node.nproc) for node in here)
         formed = sum(min(node.state.formed, node.state.joined, node.nproc) for node in here)
-        counts, size = (max(run.counts[0], joined), max(run.counts[1], formed)), run.world_size
-        waits = any(
-            node.state.missing not in (None, run.missing.get(node.node_rank)) for node in here
-        )
-        steps = (_is_step(*each, size=size) for each in zip(run.counts, counts, strict=True))
-        if counts != run.counts and (waits or any(steps)):
-            self.change_run(counts=counts)
-            self.add(
-                "ranks",
-                restart=ledger.restarts,
-                joined=counts[0],
-                formed=counts[1],
-                world_size=size,
-            )
-
-    def _ask_about_missing(self, here: Sequence[Node]) -> None:
-        """Ask the nodes of ranks for which a worker waits what these do, and record the answers."""
-        for node in here:
-            missing = node.state.missing
-            if missing is None or self.current.missing.get(node.node_rank) == missing:
-                continue
-            self._ask(
-                self.current.by_node(missing.ranks),
-                asker=(node.node_rank, missing.local_rank),
-                gave_up=missing.gave_up,
-            )
-            self.change_run(missing={**self.current.missing, node.node_rank: missing})
-        asked = self.current.asked
-        if asked is None:
+        joined, formed = max(run.counts[0], joined), max(run.counts[1], formed)
+        counts = (joined, formed, any(node.state.importing for node in here))
+        due = run.counted + _COUNT_SECONDS
+        if counts == run.counts:
             return
-        for node_rank, probed in _answers(asked, self.view.nodes).items():
-            complete = len(probed.lines) >= len(asked.ranks[node_rank])
-            if complete and node_rank not in self.current.answered:
-                self.change_run(answered=self.current.answered | {node_rank})
-                self.add("missing", node_rank=node_rank, workers=list(probed.lines))
+        if self.now < due and formed < run.world_size:
+            self.wake(due)
+            return
+        self.change_run(counts=counts, counted=self.now)
+        self.add(
+            "ranks",
+            restart=ledger.restarts,
+            joined=joined,
+            formed=formed,
+            importing=counts[2],
+            world_size=run.world_size,
+        )
 
-    def _ask(self, ranks: Mapping[int, Sequence[int]], **fields: Any) -> None:
-        number = self.current.asked.number + 1 if self.current.asked else 1
-        self.change_run(asked=Asked(number, self.now, ranks, **fields), answered=frozenset())
+    def _note_answers(self) -> None:
+        """Record what nodes say about ranks for which others wait."""
+        ledger, nodes = self.ledger, self.view.nodes
+        questions = _questions(ledger, nodes)
+        for node_rank, probed in _answers(questions, ledger, nodes).items():
+            if self.current.answers.get(node_rank) != probed:
+                self.change_run(answers={**self.current.answers, node_rank: probed})
+                self.add("missing", node_rank=node_rank, workers=list(probed.lines))
 
     def _name_unfinished(self, here: Sequence[Node]) -> None:
         """Name the ranks that still run 10 s after the last of the others has succeeded."""
@@ -1086,8 +1056,7 @@ class _Step:
         text = f"{still}; {ranks_text(ended)} ended {_UNFINISHED_SECONDS:.0f} s ago"
         self.add("unfinished", text=text)
         by_node = {node: each[:_MOST_NAMED] for node, each in run.by_node(running).items()}
-        self.change_run(successes=(len(ended), math.inf))
-        self._ask(by_node, note=text)
+        self.change_run(successes=(len(ended), math.inf), note=text, unfinished=by_node)
 
     # -- a hang ------------------------------------------------------------------------------------
 
@@ -1302,9 +1271,3 @@ def slow_lines(ledger: Ledger, nodes: Mapping[int, Node]) -> list[str]:
 
 def _has_ended(node: Node) -> bool:
     return node.state.ended or len(node.state.succeeded) >= node.nproc
-
-
-def _is_step(old: int, new: int, size: int) -> bool:
-    """Return whether a count gets an event: of many ranks, one that doubled or is nearly all."""
-    nearly = 2 * (size - new) <= size - old
-    return new != old and (size <= _SMALL_WORLD or nearly or new >= 2 * old)

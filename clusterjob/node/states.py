@@ -50,10 +50,24 @@ class Missing:
 
 
 @dataclass(frozen=True)
-class Probed:
-    """The answer to `Probe`: a line for each of these workers, and each as a failure."""
+class Probe:
+    """A question about workers of the node for which other ranks wait.
 
-    number: Number
+    Attributes:
+        gave_up: whether some ranks do not wait for them any more.
+        note: a line for the log of each; such a probe needs no answer.
+    """
+
+    ranks: Annotated[tuple[Number, ...], Limit(1 << 14)]
+    gave_up: bool = False
+    note: str = ""
+
+
+@dataclass(frozen=True)
+class Probed:
+    """The answer to a probe: a line for each of its ranks; each as a failure after a give-up."""
+
+    probe: Probe
     lines: Lines
     failures: Annotated[tuple[Failure, ...], Limit(MAX_WORKERS)] = ()
 
@@ -132,31 +146,6 @@ class NodeState:
 
 
 @dataclass(frozen=True)
-class Probe:
-    """A question about workers of the node for which other ranks wait.
-
-    Attributes:
-        number: the number of the question.
-        gave_up: whether the ranks that wait for them have given up.
-        note: a line for the log of each; such a probe needs no answer.
-    """
-
-    number: Number
-    ranks: Annotated[tuple[Number, ...], Limit(1 << 14)]
-    gave_up: bool = False
-    note: str = ""
-
-
-@dataclass(frozen=True)
-class Found:
-    """What the ranks do for which a worker of the node waits, for that worker's log."""
-
-    number: Number
-    local_rank: LocalRank
-    lines: Lines
-
-
-@dataclass(frozen=True)
 class Stop:
     """Stop the workers: send `signal`, and SIGKILL `grace` seconds later.
 
@@ -196,7 +185,7 @@ class Order:
         warned: whether the scheduler takes the nodes soon.
         report: whether to send all failures that are known by now.
         probe: a question about workers of the node; None without one.
-        found: an answer for a worker of the node; None without one.
+        found: what the ranks do for which a worker of the node waits, for that worker's log.
         sample: the number of the sample of the stacks to take; 0 for none.
         collect: whether to send the stacks of all workers.
         dumps: whether to add the dumps of torch's flight recorder.
@@ -209,7 +198,7 @@ class Order:
     warned: bool = False
     report: bool = False
     probe: Probe | None = None
-    found: Found | None = None
+    found: Lines = ()
     sample: Number = 0
     collect: bool = False
     dumps: bool = False

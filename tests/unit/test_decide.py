@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import random
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -24,7 +23,7 @@ from clusterjob.node.rendezvous.messages import Members
 from clusterjob.node.rendezvous.outcome import Outcome
 from clusterjob.node.rendezvous.root_cause import EFFECT_TIMEOUT, EXIT_TIMEOUT
 from clusterjob.node.stacks.grouping import Frame, RankStack, ThreadStack
-from clusterjob.node.states import Failing, Missing, NodeState, Order, Probed, Request
+from clusterjob.node.states import Failing, Missing, NodeState, Order, Probe, Probed, Request
 from clusterjob.node.verdict import Failure, FailureKind, JobState, RoundEnd
 
 
@@ -936,11 +935,10 @@ def test_nodes_of_missing_ranks_are_asked_and_the_answer_goes_to_who_waits() -> 
     asked = {node: order.probe for node, order in cluster.orders().items()}
     assert asked[0] is None
     assert [probe.ranks for probe in (asked[1], asked[2]) if probe is not None] == [(2,), (5,)]
-    cluster.say(2, probed=Probed(1, ("rank 5: it sleeps",)))
+    cluster.say(2, probed=Probed(Probe((5,)), ("rank 5: it sleeps",)))
     cluster.decide()
-    found = cluster.orders()[0].found
-    assert found is not None
-    assert (found.local_rank, found.lines) == (0, ("rank 5: it sleeps",))
+    found = {node: order.found for node, order in cluster.orders().items()}
+    assert found == {0: ("rank 5: it sleeps",), 1: (), 2: ()}
     assert cluster.named("missing") == [{"node_rank": 2, "workers": ["rank 5: it sleeps"]}]
 
 
@@ -952,7 +950,9 @@ def test_missing_rank_is_the_cause_when_those_that_waited_have_given_up() -> Non
     cluster.fail(0, gave_up)
     cluster.say(0, 1, reported=True)
     assert cluster.wait(2.0) is Stage.RUN, "the answer may take 3 s"
-    cluster.say(1, probed=Probed(1, ("rank 3: it sleeps",), (stuck,)))
+    probe = cluster.orders()[1].probe
+    assert probe == Probe((3,), gave_up=True)
+    cluster.say(1, probed=Probed(probe, ("rank 3: it sleeps",), (stuck,)))
     cluster.decide()
     assert cluster.end.failure == stuck
 
@@ -963,7 +963,8 @@ def test_rank_for_which_others_gave_up_is_no_cause_of_a_lost_connection(
 ) -> None:
     cluster = running(2, 2)
     waiting(cluster, 3, gave_up=True)
-    cluster.say(1, probed=Probed(1, ("rank 3: it sleeps",), (failure(3, node=1, local=1),)))
+    stuck = failure(3, node=1, local=1)
+    cluster.say(1, probed=Probed(Probe((3,), gave_up=True), ("rank 3: it sleeps",), (stuck,)))
     assert cluster.decide(60.0) is Stage.RUN, "the script may handle the error"
     cluster.fail(0, failure(0, effect=True, kind=kind))
     cluster.say(0, 1, reported=True)
@@ -992,7 +993,8 @@ def test_answer_to_an_earlier_question_is_no_cause() -> None:
     waiting(cluster, 3, gave_up=True)
     waiting(cluster, 2, gave_up=True)
     stuck = failure(3, node=1, local=1)
-    cluster.say(1, probed=Probed(1, ("rank 3: it sleeps",), (stuck,)), reported=True)
+    earlier = Probed(Probe((3,), gave_up=True), ("rank 3: it sleeps",), (stuck,))
+    cluster.say(1, probed=earlier, reported=True)
     cluster.fail(0, failure(0, effect=True, kind=FailureKind.RENDEZVOUS))
     cluster.say(0, reported=True)
     cluster.wait(4.0)
@@ -1031,20 +1033,16 @@ def test_many_ranks_that_still_run_are_grouped_in_one_text() -> None:
     assert len(cluster.named("unfinished")) == 2, "another rank has ended"
 
 
-@pytest.mark.parametrize(("world_size", "most"), [(4096, 48), (8, 16)])
-def test_counts_of_ranks_in_a_large_world_get_few_events(world_size: int, most: int) -> None:
-    cluster = running(world_size // 8, 8)
-    chosen = random.Random(1)
-    for field in ("joined", "formed"):
-        ranks = [node for node in cluster.nodes for _ in range(8)]
-        chosen.shuffle(ranks)
-        for index, node in enumerate(ranks):
-            cluster.say(node, **{field: getattr(cluster.nodes[node].state, field) + 1})
-            if index % (world_size // 128 or 1) == 0 or index > len(ranks) - 3:
-                cluster.decide()
+def test_counts_of_ranks_get_an_event_a_second_and_one_when_the_group_is_formed() -> None:
+    cluster = running(16, 8)
+    for field in ("importing", "joined", "formed"):
+        for number in cluster.nodes:
+            cluster.say(number, **{field: 8 if field != "importing" else True}, started=True)
+            cluster.decide(0.1)
     events = cluster.named("ranks")
-    assert 8 < len(events) <= most
-    assert (events[-1]["joined"], events[-1]["formed"]) == (world_size, world_size)
+    assert 3 <= len(events) <= 6
+    assert (events[0]["joined"], events[0]["importing"]) == (0, True)
+    assert (events[-1]["joined"], events[-1]["formed"], cluster.due) == (128, 128, math.inf)
 
 
 def test_counts_never_fall() -> None:
@@ -1052,10 +1050,10 @@ def test_counts_never_fall() -> None:
     for joined in (8, 0, 8):
         for number in (0, 1):
             cluster.say(number, joined=joined)
-            cluster.decide()
+            cluster.decide(1.0)
     for number in (2, 3):
         cluster.say(number, joined=8)
-        cluster.decide()
+        cluster.decide(1.0)
     assert [each["joined"] for each in cluster.named("ranks")] == [8, 16, 24, 32]
 
 
@@ -1293,6 +1291,7 @@ FAILURES = st.builds(
 )
 FAILING = st.lists(st.builds(Failing, FAILURES, AGES, exited=st.booleans()), max_size=3).map(tuple)
 LINES = st.lists(st.just("rank 3: it sleeps"), max_size=2).map(tuple)
+PROBES = st.builds(Probe, st.sampled_from([(3,), (2, 3)]), gave_up=st.booleans())
 STATES = st.builds(
     NodeState,
     round=st.sampled_from([-1, 0, 0, 0, 1, (1 << 24) - 1]),
@@ -1306,7 +1305,7 @@ STATES = st.builds(
         st.lists(RANKS, max_size=3).map(tuple),
         gave_up=st.booleans(),
     ),
-    probed=st.none() | st.builds(Probed, NUMBERS, LINES, st.lists(FAILURES, max_size=2).map(tuple)),
+    probed=st.none() | st.builds(Probed, PROBES, LINES, st.lists(FAILURES, max_size=2).map(tuple)),
     joined=NUMBERS,
     formed=NUMBERS,
     quiet=AGES,

@@ -173,11 +173,10 @@ class NodeWorkers:
             slow.append(self._collect(order))
         if self._status is None:
             return slow
-        if order.found is not None and order.found != done.found:
-            known = done.found.lines if done.found is not None else ()
-            lines = tuple(line for line in order.found.lines if line not in known)
-            stderr = self.failures.stderr_of(self._status.world, order.found.local_rank)
-            files.later(log_files.append, stderr, lines)
+        new = tuple(line for line in order.found if line not in done.found)
+        if new and (missing := self.report.state.missing) is not None:
+            stderr = self.failures.stderr_of(self._status.world, missing.local_rank)
+            files.later(log_files.append, stderr, new)
         if order.report and not done.report:
             # The forkserver reports the end of every worker first.
             if self.forkserver.ready and not self.forkserver.gone:
@@ -315,7 +314,7 @@ class NodeWorkers:
         if self._status is not None and self.report.state.round == order.round:
             lines, failures = self._status.describe(probe, found)
             if not probe.note:
-                self.report.answer(probe.number, lines, failures)
+                self.report.answer(probe, lines, failures)
 
     async def _collect(self, order: Order) -> None:
         """Send the stacks of all living ranks."""

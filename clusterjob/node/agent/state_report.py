@@ -11,7 +11,7 @@ from dataclasses import replace
 from typing import Any
 
 from clusterjob.node.rendezvous import root_cause
-from clusterjob.node.states import Failing, NodeState, Probed
+from clusterjob.node.states import Failing, NodeState, Probe, Probed
 from clusterjob.node.system.codec import plain
 from clusterjob.node.verdict import Failure
 
@@ -114,14 +114,10 @@ class StateReport:
             self._failing[key] = failure, known[1], True
         self.changed.set()
 
-    def answer(self, number: int, lines: Iterable[str], failures: Sequence[Failure]) -> None:
-        """Add lines and failures to the answer to a question about missing ranks."""
-        known = self.state.probed
-        if known is None or known.number != number:
-            known = Probed(number, ())
-        cut = (line[:_LINE] for line in lines)
-        fitting = _fitting([*known.failures, *failures], _ANSWER_BYTES)
-        self.set(probed=Probed(number, (*known.lines, *cut), tuple(fitting)))
+    def answer(self, probe: Probe, lines: Iterable[str], failures: Sequence[Failure]) -> None:
+        """Answer a question about missing ranks."""
+        cut = tuple(line[:_LINE] for line in lines)
+        self.set(probed=Probed(probe, cut, tuple(_fitting(failures, _ANSWER_BYTES))))
 
     def complete(self, exits: Sequence[tuple[Failure, float]]) -> None:
         """Say that all failures are known, and name workers that have ended with exit code 0.
