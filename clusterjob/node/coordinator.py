@@ -7,9 +7,8 @@ import os
 import socket
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from itertools import accumulate
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from clusterjob.errors import RendezvousError
@@ -23,18 +22,17 @@ from clusterjob.node.logs.events import EventLog, ended_rounds, now
 from clusterjob.node.logs.job_dir import EVENTS, moved_events
 from clusterjob.node.metrics.stragglers import StragglerWatch, Wait
 from clusterjob.node.preflight import HeatTable
-from clusterjob.node.rendezvous import membership, messages, outcome, policy, succession
+from clusterjob.node.rendezvous import membership, messages, policy, succession
 from clusterjob.node.rendezvous.identity import JobIdentity, NodeJob
 from clusterjob.node.rendezvous.membership import Membership, Peer
 from clusterjob.node.rendezvous.messages import CoordinatorState, Lasting, Succession
-from clusterjob.node.rendezvous.outcome import Outcome
 from clusterjob.node.rendezvous.succession import Earlier
 from clusterjob.node.stacks import grouping
 from clusterjob.node.stacks.grouping import RankStack
 from clusterjob.node.states import NodeState, OrderWithStore
 from clusterjob.node.system import files, processes
 from clusterjob.node.system.sanitize import sanitize
-from clusterjob.node.verdict import Failure, JobState, Verdict, bounded
+from clusterjob.node.verdict import PREEMPTED_EXIT_CODE, Failure, JobState, Verdict, bounded
 
 if TYPE_CHECKING:
     from clusterjob.node.notifications.notifier import Notifier
@@ -108,9 +106,9 @@ class Coordinator:
         self._nodes: dict[int, Node] = {}
         self._ledger = Ledger(since=time.monotonic())
         self._store: socket.socket | None = None  # of the preflight or of the newest round
-        self._evidence: Evidence | None = None
+        self._stacks: dict[int, RankStack] = {}  # that were collected in the newest round, by rank
         self._stragglers: StragglerWatch | None = None
-        self._saving: asyncio.Future[None] | None = None
+        self._saving: asyncio.Future[str] | None = None  # of these stacks: the path of the file
         self._slurm_up: bool | None = None
         self._kept: tuple[Any, ...] = ()  # what the successors know
         self._began = time.monotonic()
@@ -220,7 +218,7 @@ class Coordinator:
             ended=ended,
             slurm_up=self._slurm_up,
             stalled=self.membership.stalls.recent(self._options.lease),
-            stacks=self._evidence.in_order() if self._evidence is not None else (),
+            stacks=[self._stacks[rank] for rank in sorted(self._stacks)],
             slow={int(node): why for node, why in self._found.get("slow", {}).items()},
         )
 
@@ -244,16 +242,15 @@ class Coordinator:
         cancelled = stage is Stage.END and not self._ledger.slow
         if before.stage is Stage.MEASURE and stage is not Stage.MEASURE and not cancelled:
             self._report_preflight()
-        if stage is Stage.COLLECT and before.stage is not Stage.COLLECT:
-            self._expect_stacks()
         self._send_orders()
-        if stage is Stage.STOP and before.stage is not Stage.STOP and self._evidence is not None:
+        if stage is Stage.STOP and before.stage is Stage.COLLECT and self._stacks:
             # After the orders: the stacks of thousands of ranks take a second.
-            loop, save = asyncio.get_running_loop(), self._evidence.save
-            self._saving = loop.run_in_executor(files.disk, save, self._job_dir, self._events)
+            self._saving = asyncio.get_running_loop().run_in_executor(
+                files.disk, self._save_stacks, self._ledger, self._view()
+            )
         self._keep_state()
 
-    def _notify(self, name: str, fields: dict[str, Any], end: Outcome | None) -> None:
+    def _notify(self, name: str, fields: dict[str, Any], end: Verdict | None) -> None:
         if self._notifier is None:
             return
         if name == "restart":
@@ -289,7 +286,7 @@ class Coordinator:
             serve_store=self._options.launcher == "agent" and self._identity.has_torch,
         )
         self._slurm_up = None
-        self._evidence = None
+        self._stacks, self._saving = {}, None
         view, moment = self._view(), time.monotonic()
         self._apply(core.begin(self._job, self._ledger, view, moment, worlds))
         self._stragglers = StragglerWatch(
@@ -359,9 +356,11 @@ class Coordinator:
             if waits and self._stragglers is not None:
                 self._stragglers.receive(node, peer.hello.host, waits)
             return False
-        elif isinstance(message, (messages.StackFound, messages.StacksCollected)):
-            if self._evidence is not None:
-                self._evidence.receive(node, message)
+        elif isinstance(message, messages.StackFound):
+            world, rank = self._ledger.run.worlds.get(node), message.stack.rank
+            wanted = self._ledger.stage is Stage.COLLECT and message.restart == self._ledger.round
+            if wanted and world is not None and 0 <= rank - world.first_rank < world.nproc:
+                self._stacks[rank] = replace(message.stack, host=peer.hello.host)
             return False
         return True
 
@@ -388,18 +387,29 @@ class Coordinator:
 
     # -- stacks ------------------------------------------------------------------------------------
 
-    def _expect_stacks(self) -> None:
-        ledger, job = self._ledger, self._identity
-        why, asked = ledger.ending.reason, dict[int, tuple[str, range]]()
-        for node in ledger.run.collect_from:
-            world = ledger.run.worlds[node]
-            ranks = range(world.first_rank, world.first_rank + world.nproc)
-            asked[node] = self._nodes[node].host, ranks
-        living = sum(1 for node in ledger.nodes if not self._nodes[node].state.ended)
+    def _save_stacks(self, ledger: Ledger, view: View) -> str:
+        """Write the stacks of a round that is stopped; return the path, empty without a file."""
+        job, why, nodes = self._identity, ledger.ending.reason, view.nodes
+        asked = [nodes[node] for node in sorted(ledger.run.collect_from)]
+        living = sum(1 for node in ledger.nodes if not nodes[node].state.ended)
         if len(asked) < living:
             why += f" (stacks of {len(asked)} of {living} nodes)"
         round_ = grouping.Round(job.job_id, job.attempt, ledger.round, node_rank=self._own)
-        self._evidence = Evidence(round_, why, asked)
+        silent = [each for each in asked if not each.state.collected]
+        try:
+            path = grouping.write_evidence(
+                self._job_dir,
+                round_,
+                view.stacks,
+                why=why,
+                silent=[f"node {each.node_rank} on {each.host}" for each in silent],
+                dumps=[sanitize(dump) for each in asked for dump in each.state.dumps],
+            )
+        except OSError as error:
+            self._events.add("evidence", why=why, error=error.strerror)
+            return ""
+        self._events.add("evidence", why=why, path=path, ranks=len(view.stacks))
+        return path
 
     # -- another coordinator -----------------------------------------------------------------------
 
@@ -448,16 +458,11 @@ class Coordinator:
     # -- the end -----------------------------------------------------------------------------------
 
     async def _give_verdict(self) -> Verdict:
-        if self._saving is not None:
-            await self._saving
+        path = await self._saving if self._saving is not None else ""
         ledger, end = self._ledger, self._ledger.ending
         _, others = core.explain(self._job, ledger, self._view())
-        evidence = self._evidence
-        verdict = Verdict(
-            end.state,
-            end.exit_code,
-            reason=end.reason,
-            failure=end.failure,
+        verdict = replace(
+            end,
             # Every worker has its own log; the messages of a thousand ranks do not fit into one
             # message between agents.
             consequences=tuple(
@@ -469,8 +474,8 @@ class Coordinator:
             attempt=self._identity.attempt,
             started_at=ledger.first_started,
             ended_at=now(),
-            evidence=evidence.path if evidence is not None else "",
-            evidence_ranks=len(evidence.stacks) if evidence is not None and evidence.path else 0,
+            evidence=path,
+            evidence_ranks=len(self._stacks) if path else 0,
             attempts=bounded(ledger.rounds),
         )
         loop = asyncio.get_running_loop()
@@ -483,14 +488,15 @@ class Coordinator:
 
     def _record_verdict(self, verdict: Verdict) -> Verdict:
         ledger = self._ledger
-        if ledger.more_memory:
+        if factor := policy.more_memory(verdict, self._options, ledger.rounds):
+            reason = f"{verdict.reason}; queued again with {factor:g} times the memory"
+            again = {"state": JobState.PREEMPTED, "exit_code": PREEMPTED_EXIT_CODE}
             try:
-                ends.want_memory(self._job_dir, self._identity.attempt, ledger.more_memory)
+                ends.want_memory(self._job_dir, self._identity.attempt, factor)
             except OSError as error:
-                assert verdict.failure is not None
-                end = outcome.failed(verdict.failure)
-                reason = f"{end.reason} (not queued again: {error.strerror})"
-                verdict = replace(verdict, state=end.state, exit_code=end.exit_code, reason=reason)
+                reason = f"{verdict.reason} (not queued again: {error.strerror})"
+                again = {}
+            verdict = replace(verdict, reason=reason, **again)
         verdict = policy.end_attempt(
             self._options,
             self._job_dir,
@@ -512,70 +518,6 @@ class Coordinator:
             reason = f"{verdict.reason} (not recorded: {error.strerror})".strip()
             verdict = replace(verdict, reason=reason)
         return verdict
-
-
-@dataclass
-class Evidence:
-    """The stacks of the ranks of one round, which are collected before it is stopped.
-
-    Attributes:
-        round: the round, whose node is the coordinator's.
-        why: why it is stopped.
-        asked: the nodes that were asked, with the host and the ranks of each.
-        stacks: the stacks that have arrived, by rank.
-        dumps: the dumps of torch's flight recorder.
-        answered: the nodes that have sent all.
-        path: the text file, relative to the job directory; empty if there is none.
-    """
-
-    round: grouping.Round
-    why: str
-    asked: Mapping[int, tuple[str, range]]
-    asked_at: float = field(default_factory=time.monotonic)
-    stacks: dict[int, RankStack] = field(default_factory=dict)
-    dumps: list[str] = field(default_factory=list)
-    answered: set[int] = field(default_factory=set)
-    path: str = ""
-
-    def in_order(self) -> list[RankStack]:
-        """Return the stacks in order of ranks."""
-        return [self.stacks[rank] for rank in sorted(self.stacks)]
-
-    def receive(self, node: int, message: messages.StackFound | messages.StacksCollected) -> None:
-        """Keep what a node sends; it answers once, for its own ranks."""
-        if node not in self.asked or node in self.answered or message.restart != self.round.restart:
-            return
-        host, ranks = self.asked[node]
-        if isinstance(message, messages.StacksCollected):
-            self.answered.add(node)
-            self.dumps += map(sanitize, message.dumps)
-        elif message.stack.rank in ranks:
-            self.stacks[message.stack.rank] = replace(message.stack, host=host)
-
-    def save(self, job_dir: Path, events: EventLog) -> None:
-        """Write the files, unless every rank has ended."""
-        if not self.stacks:
-            return
-        silent = sorted(self.asked.keys() - self.answered)
-        try:
-            self.path = grouping.write_evidence(
-                job_dir,
-                self.round,
-                self.in_order(),
-                why=self.why,
-                silent=[f"node {node} on {self.asked[node][0]}" for node in silent],
-                dumps=self.dumps,
-            )
-        except OSError as error:
-            events.add("evidence", why=self.why, error=error.strerror)
-            return
-        events.add(
-            "evidence",
-            why=self.why,
-            path=self.path,
-            ranks=len(self.stacks),
-            seconds=round(time.monotonic() - self.asked_at, 3),
-        )
 
 
 def waits_of(message: messages.RankWaits, world: World | None) -> dict[int, Wait]:

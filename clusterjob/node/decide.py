@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import enum
 import math
+import signal
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -18,9 +19,8 @@ from clusterjob.node.contract import World
 from clusterjob.node.logs import failure_texts
 from clusterjob.node.logs.events import ROUND_ENDED
 from clusterjob.node.options import GRACE, LaunchOptions
-from clusterjob.node.rendezvous import outcome, policy, root_cause
+from clusterjob.node.rendezvous import policy, root_cause
 from clusterjob.node.rendezvous.messages import Lasting, Members
-from clusterjob.node.rendezvous.outcome import Outcome
 from clusterjob.node.rendezvous.root_cause import Entry
 from clusterjob.node.rendezvous.succession import may_go_on
 from clusterjob.node.stacks.grouping import RankStack
@@ -37,10 +37,14 @@ from clusterjob.node.states import (
 from clusterjob.node.system.ranges import ranges, ranks_text
 from clusterjob.node.system.sanitize import sanitize
 from clusterjob.node.verdict import (
+    CANCELLED_EXIT_CODE,
     PREEMPTED_EXIT_CODE,
+    TIMEOUT_EXIT_CODE,
     Failure,
     FailureKind,
     JobState,
+    RoundEnd,
+    Verdict,
 )
 
 _SETTLE_SECONDS = 5.0  # seconds to wait for more nodes when there are enough: others start too
@@ -275,8 +279,6 @@ class Ledger(Lasting):
         end: how the round ends or, while the coordinator waits, how the last one ended.
         measure: the order of the preflight, also after it; the caller adds the store.
         slow: the nodes that the preflight has found slow, and why.
-        more_memory: the factor of memory with which the scheduler must queue the job again; 0.0 if
-            it must not.
         earliest: when the next round may begin.
         noticed: when the missing nodes were named.
         run: the current round.
@@ -291,10 +293,9 @@ class Ledger(Lasting):
     by_exec: frozenset[int] = frozenset()
     started: str | None = None
     warned: Warned | None = None
-    end: Outcome | None = None
+    end: Verdict | None = None
     measure: Measure | None = None
     slow: Mapping[int, str] = field(default_factory=dict)
-    more_memory: float = 0.0
     earliest: float = 0.0
     noticed: float = 0.0
     run: Run = field(default_factory=Run)
@@ -305,7 +306,7 @@ class Ledger(Lasting):
         return max(0, self.round)
 
     @property
-    def ending(self) -> Outcome:
+    def ending(self) -> Verdict:
         """How the round ends, or has ended, in a stage that follows it."""
         assert self.end is not None
         return self.end
@@ -393,8 +394,8 @@ def take_over(job: Job, ledger: Ledger, view: View, now: float, lost: Failure) -
     step = _Step(job, view, now, Decision(ledger))
     step.change(took_over=True, run=Run(stop_at=now))
     # What the coordinator before has recorded may not have been carried out.
-    recorded = outcome.of_round(ledger.rounds[-1]) if _is_recorded(job, ledger) else None
-    step.go(Stage.STOP, end=recorded or ledger.end or outcome.failed(lost))
+    recorded = ledger.rounds[-1].verdict() if _is_recorded(job, ledger) else None
+    step.go(Stage.STOP, end=recorded or ledger.end or Verdict.of_failure(lost))
     return step.decision
 
 
@@ -527,7 +528,7 @@ def _answers(
     }
 
 
-def _is_hang(end: Outcome) -> bool:
+def _is_hang(end: Verdict) -> bool:
     return end.failure is not None and end.failure.kind is FailureKind.HANG
 
 
@@ -538,34 +539,37 @@ def _requests(nodes: Iterable[Node]) -> Iterator[Request]:
 _NO_REQUEST = Request()
 
 
-def cancellation(nodes: Mapping[int, Node]) -> Outcome | None:
-    """Return the outcome of a job that was cancelled at one of its nodes; None if it was not."""
-    for request in _requests(nodes.values()):
-        if request.cancel:
-            end = outcome.cancelled(
-                sanitize(request.cancel), interrupt=request.interrupt, stacks=request.stacks
-            )
-            return replace(end, terminated=request.terminated)
-    return None
+def _cancel_request(nodes: Mapping[int, Node]) -> Request:
+    """Return the request that cancels the job; an empty one without it."""
+    return next((each for each in _requests(nodes.values()) if each.cancel), _NO_REQUEST)
+
+
+def cancellation(nodes: Mapping[int, Node]) -> Verdict | None:
+    """Return the end of a job that was cancelled at one of its nodes; None if it was not."""
+    why = sanitize(_cancel_request(nodes).cancel)
+    return Verdict(JobState.CANCELLED, CANCELLED_EXIT_CODE, reason=why) if why else None
 
 
 def _killing(nodes: Mapping[int, Node]) -> bool:
     return any(request.kill for request in _requests(nodes.values()))
 
 
-def grace_after(end: Outcome, options: LaunchOptions, left: float) -> float:
+def grace_after(
+    end: Verdict, options: LaunchOptions, left: float, *, terminated: bool = False
+) -> float:
     """Return the seconds between SIGTERM and SIGKILL at the end of a round.
 
     Args:
-        end: the outcome of the round.
+        end: the end of the round.
         options: the grace; None for 30 s after a failure, else 3 s.
         left: the seconds until the end of the job that a warning has announced.
+        terminated: whether a scheduler has sent SIGTERM, which SIGKILL follows.
     """
     if end.state is JobState.SUCCEEDED:
         return 0.0
     if end.failure is None:
         grace = options.grace or GRACE
-        return min(grace, _KILL_WAIT) if end.terminated else grace
+        return min(grace, _KILL_WAIT) if terminated else grace
     grace = options.grace or _FAILURE_GRACE
     if end.failure.kind is FailureKind.NODE_LOST:  # another part of the job may go on
         grace = min(grace, options.lease)
@@ -573,10 +577,16 @@ def grace_after(end: Outcome, options: LaunchOptions, left: float) -> float:
 
 
 def _stop_order(job: Job, ledger: Ledger, nodes: Mapping[int, Node]) -> Stop:
-    end = cancellation(nodes) or ledger.ending
+    request, ending = _cancel_request(nodes), ledger.ending
+    end = cancellation(nodes) or ending
     left = (ledger.warned.ends_at if ledger.warned else math.inf) - ledger.run.stop_at
-    grace = 0.0 if _killing(nodes) else grace_after(end, job.options, left=left)
-    return Stop(grace, int(ledger.ending.signal), early=ledger.ending.failure is not None)
+    grace = grace_after(end, job.options, left=left, terminated=request.terminated)
+    interrupt = request.interrupt and ending.state is JobState.CANCELLED
+    return Stop(
+        0.0 if _killing(nodes) else grace,
+        int(signal.SIGINT if interrupt else signal.SIGTERM),
+        early=ending.failure is not None,
+    )
 
 
 class _Step:
@@ -672,9 +682,10 @@ class _Step:
         self.say(f"warning: {reason}: the workers have {seconds:g} s to leave")
         self.add("warned", attempt=self.job.attempt, why=reason, seconds=seconds)
 
-    def preempted(self, how: str) -> Outcome:
+    def preempted(self, how: str) -> Verdict:
         warned = self.ledger.warned
-        return outcome.preempted(f"{warned.reason if warned else ''}: {how}")
+        reason = f"{warned.reason if warned else ''}: {how}"
+        return Verdict(JobState.PREEMPTED, PREEMPTED_EXIT_CODE, reason=reason)
 
     # -- which nodes -------------------------------------------------------------------------------
 
@@ -726,7 +737,7 @@ class _Step:
         ledger, now, first = self.ledger, self.now, self.ledger.end is None
         self.wake(now + _DISK_SECONDS)
         refused = self.view.refused
-        end = outcome.failed(refused[0]) if refused else cancellation(self.view.nodes)
+        end = Verdict.of_failure(refused[0]) if refused else cancellation(self.view.nodes)
         if end is not None:
             self.finish(end)
             return
@@ -790,7 +801,7 @@ class _Step:
         chosen = tuple(self.chosen())
         if self.job.options.preflight == "refuse" and slow.keys() & set(chosen):
             text = f"preflight: {'; '.join(slow_lines(self.ledger, nodes)[:_MOST_NAMED])}"
-            self.finish(outcome.failed(self._launch_failure(min(slow), text)))
+            self.finish(Verdict.of_failure(self._launch_failure(min(slow), text)))
         else:
             complete = all(each.here for each in nodes.values()) and len(chosen) >= self.least
             self.go(Stage.START if complete else Stage.WAIT, chosen=chosen)
@@ -820,7 +831,7 @@ class _Step:
         lost = [node for node in nodes.values() if not node.here]
         if first and nnodes - len(lost) < self.least:
             last = max(lost, key=lambda node: node.losses[-1].at)
-            self.finish(outcome.failed(self.loss_of(last)))
+            self.finish(Verdict.of_failure(self.loss_of(last)))
             return
         timeout = options.return_timeout
         if first or options.min_nodes is not None:
@@ -838,13 +849,13 @@ class _Step:
                 not first and (cause := ledger.ending.failure) is not None
             ):  # it stays the root cause
                 failure = replace(cause, message=f"{cause.message}; {text}")
-            self.finish(outcome.failed(failure))
+            self.finish(Verdict.of_failure(failure))
         elif missing and self.now - max(ledger.since, ledger.noticed) > _NOTICE_SECONDS:
             self.change(noticed=self.now)
             self.say(f"waiting for {names}, {waited:.0f} s so far")
             self.add("waiting", missing=missing, seconds=round(waited, 1))
 
-    def finish(self, end: Outcome) -> None:
+    def finish(self, end: Verdict) -> None:
         """End the job."""
         if self.ledger.started is None:
             self._record(end)
@@ -913,9 +924,9 @@ class _Step:
 
     def _outcome_of_done(
         self, here: Sequence[Node], root: Failure | None, *, left: bool
-    ) -> Outcome:
+    ) -> Verdict:
         if root is not None:
-            return outcome.failed(root)
+            return Verdict.of_failure(root)
         if left:
             return self.preempted("its workers left to be queued again")
         for node in here:  # the absence of a failure is no success
@@ -923,12 +934,12 @@ class _Step:
                 text = "its workers were killed"
                 kind = FailureKind.PROCESS_LOST
                 failure = Failure.of_node(node.node_rank, node.host, message=text, kind=kind)
-                return outcome.failed(failure)
-        return Outcome(JobState.SUCCEEDED)
+                return Verdict.of_failure(failure)
+        return Verdict(JobState.SUCCEEDED, 0)
 
     def _why_end(
         self, nodes: Sequence[Node], failures: Sequence[Entry], root: Failure | None
-    ) -> Outcome | None:
+    ) -> Verdict | None:
         """Return why the round must end before its workers have ended; None if it goes on."""
         ledger, now, options = self.ledger, self.now, self.job.options
         if (cancelled := cancellation(self.view.nodes)) is not None:
@@ -941,10 +952,10 @@ class _Step:
             if ledger.warned is not None and root is None:
                 return self.preempted(losses[0].failure.message)  # the scheduler has taken it
             root, _ = root_cause.explain([*failures, *losses])
-            return outcome.failed(root or losses[0].failure)
+            return Verdict.of_failure(root or losses[0].failure)
         due = self._failure_due(failures, root)
         if root is not None and due <= now:
-            return outcome.failed(root)
+            return Verdict.of_failure(root)
         self.wake(due)
         if ledger.warned is not None:
             if ledger.warned.due <= now:
@@ -953,8 +964,9 @@ class _Step:
             self.wake(ledger.warned.due)
         if ledger.deadline <= now:
             if root is not None:
-                return outcome.failed(root)
-            return outcome.out_of_time(options.time_limit or 0.0)
+                return Verdict.of_failure(root)
+            why = f"the time limit of {options.time_limit:g} s was reached"
+            return Verdict(JobState.FAILED, TIMEOUT_EXIT_CODE, reason=why)
         self.wake(ledger.deadline)
         if options.hang_timeout is not None and ledger.run.running:
             return self._look_for_hang(options.hang_timeout)
@@ -1060,8 +1072,8 @@ class _Step:
 
     # -- a hang ------------------------------------------------------------------------------------
 
-    def _look_for_hang(self, timeout: float) -> Outcome | None:
-        """Return the outcome of a round in which nothing has moved for the whole timeout.
+    def _look_for_hang(self, timeout: float) -> Verdict | None:
+        """Return the end of a round in which nothing has moved for the whole timeout.
 
         A node that does not answer proves nothing; its lease ends a round whose agent is gone.
         """
@@ -1079,7 +1091,11 @@ class _Step:
         self.change_run(alive=alive)
         answered = all(node.state.sampled == run.sample for node in living)
         if answered and run.sampled - alive >= timeout:
-            return outcome.hang(self.job.own, self.view.nodes[self.job.own].host, timeout)
+            own = self.view.nodes[self.job.own]
+            why = f"no progress for {timeout:g}s"
+            kind = FailureKind.HANG
+            failure = Failure.of_node(own.node_rank, own.host, message=why, kind=kind)
+            return replace(Verdict.of_failure(failure), reason=why)  # until its rank is known
         due = max(alive, run.sampled) + interval
         if not answered:
             due = max(due, run.sampled + _SAMPLE_SECONDS)
@@ -1091,7 +1107,7 @@ class _Step:
 
     # -- the end of a round ------------------------------------------------------------------------
 
-    def _end_run(self, end: Outcome) -> None:
+    def _end_run(self, end: Verdict) -> None:
         """Stop the round, or first collect stacks: of many nodes from some, and the failed one."""
         alive = sorted(
             node
@@ -1103,7 +1119,8 @@ class _Step:
         if end.failure is not None and not _is_hang(end) and len(alive) > MOST_NODES:
             some = {*alive[:: len(alive) // MOST_NODES + 1], end.failure.node_rank}
             alive = [node for node in alive if node in some]
-        if end.stacks and alive:
+        wanted = end.state is JobState.CANCELLED and _cancel_request(self.view.nodes).stacks
+        if alive and (wanted or end.state is JobState.FAILED):
             self.change_run(collect_from=frozenset(alive))
             self.go(Stage.COLLECT, end=end)
         else:
@@ -1123,15 +1140,12 @@ class _Step:
             return
         if _is_hang(end):
             steps = (nodes[node].state.step for node in ledger.nodes if node in nodes)
-            end = outcome.with_ranks(
-                end,
-                self.view.stacks,
-                step=max(steps, default=-1),
-                first_ranks={node: world.first_rank for node, world in run.worlds.items()},
-            )
+            first_ranks = {node: world.first_rank for node, world in run.worlds.items()}
+            step = max(steps, default=-1)
+            end = root_cause.of_hang(end, self.view.stacks, step=step, first_ranks=first_ranks)
         self._stop_run(end)
 
-    def _stop_run(self, end: Outcome) -> None:
+    def _stop_run(self, end: Verdict) -> None:
         if end.state is not JobState.SUCCEEDED:
             self.add("stop", restart=self.ledger.restarts, why=end.reason)
         self.change_run(stop_at=self.now)
@@ -1176,7 +1190,7 @@ class _Step:
         if end.failure is not None and end.failure.rank is not None and not _is_hang(end):
             # Reports that arrived during the stop may be older, or more complete.
             root, _ = explain(self.job, ledger, self.view)
-            end = outcome.failed(root or end.failure)
+            end = Verdict.of_failure(root or end.failure)
         if not _is_recorded(self.job, ledger):
             self._record(end)
         decision = policy.Decision()
@@ -1185,11 +1199,6 @@ class _Step:
             decision = policy.decide(end.failure, job.options, rounds, job.attempt, job.nnodes)
         if decision.why:
             end = replace(end, reason=f"{end.reason} (not restarted: {decision.why})")
-        if decision.more_memory:
-            factor = decision.more_memory
-            reason = f"{end.reason}; queued again with {factor:g} times the memory"
-            end = replace(outcome.preempted(reason), failure=end.failure)
-            self.change(more_memory=factor)
         if not decision.retry:
             self.go(Stage.END, end=end)
             return
@@ -1202,14 +1211,9 @@ class _Step:
             self.say(f"the next round begins in {decision.pause:g} s: {end.reason}")
         self.go(Stage.WAIT, end=end, earliest=self.now + decision.pause)
 
-    def _record(self, end: Outcome) -> None:
-        ended = outcome.round_end(
-            end,
-            self.job.attempt,
-            self.ledger.restarts,
-            started_at=self.ledger.started,
-            ended_at=self.view.time,
-        )
+    def _record(self, end: Verdict) -> None:
+        times = {"started_at": self.ledger.started, "ended_at": self.view.time}
+        ended = RoundEnd.of(end, self.job.attempt, self.ledger.restarts, **times)
         self.change(rounds=(*self.ledger.rounds, ended))
         self.add(ROUND_ENDED, **{name: v for name, v in vars(ended).items() if name != "ended_at"})
 

@@ -116,6 +116,7 @@ class NodeState:
         step: the step of the last heartbeat; -1 without one.
         sampled: the number of the newest sample of the workers' stacks; 0 without one.
         collected: whether the stacks of its workers have been sent.
+        dumps: the dumps of torch's flight recorder of that moment, relative to the job directory.
         measured: how the measuring process has ended: "done", or why it failed; empty before.
         by_exec: why the node starts its workers by exec; empty if it forks them.
         seen: the number of the newest round whose members the node knows, plus 1.
@@ -139,6 +140,7 @@ class NodeState:
     step: Annotated[int, Limit(2**62, minimum=-1)] = -1
     sampled: Number = 0
     collected: bool = False
+    dumps: Lines = ()
     measured: Text = ""
     by_exec: Text = ""
     seen: Number = 0

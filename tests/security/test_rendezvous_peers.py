@@ -305,8 +305,8 @@ def test_node_cannot_send_stacks_for_ranks_of_another_node(make_job: MakeJob) ->
         if not isinstance(message, Order) or message.world is None:
             return [NodeState(0, ended=True)] if getattr(message, "stop", None) else []
         if message.collect:
-            collected = messages.StacksCollected(0, ("x",))
-            return [*false_stacks("forged"), collected, replace(runs, collected=True)] * 2
+            collected = replace(runs, collected=True, dumps=("x",))
+            return [*false_stacks("forged"), collected] * 2
         # Stacks that nobody has asked for must not fill the memory of node 0.
         return [*false_stacks("unasked"), replace(runs, sampled=message.sample)]
 

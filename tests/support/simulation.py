@@ -27,7 +27,6 @@ from clusterjob.node.decide import Job, Ledger, Loss, Node, Stage, View
 from clusterjob.node.options import parse
 from clusterjob.node.rendezvous import policy
 from clusterjob.node.rendezvous.messages import Lasting
-from clusterjob.node.rendezvous.outcome import Outcome
 from clusterjob.node.rendezvous.succession import may_go_on
 from clusterjob.node.states import Failing, NodeState, Order, Request
 from clusterjob.node.verdict import Failure, FailureKind, JobState, Verdict
@@ -57,7 +56,7 @@ def _end_with_first(step: Any) -> None:
     """End the job when one node has ended."""
     nodes = [step.view.nodes[node] for node in step.ledger.nodes if node in step.view.nodes]
     if any(node.state.ended and not node.failures for node in nodes):
-        step._end_run(Outcome(JobState.SUCCEEDED))
+        step._end_run(Verdict(JobState.SUCCEEDED, 0))
     else:
         _RUN(step)
 
@@ -1043,15 +1042,8 @@ class Coordinator:
 
     def give_verdict(self) -> None:
         end = self.ledger.end
-        assert isinstance(end, Outcome)
-        verdict = Verdict(
-            end.state,
-            end.exit_code,
-            reason=end.reason,
-            failure=end.failure,
-            restarts=self.ledger.restarts,
-            attempts=self.ledger.rounds,
-        )
+        assert end is not None
+        verdict = replace(end, restarts=self.ledger.restarts, attempts=self.ledger.rounds)
         sim = self.sim
         sim.say(f"verdict of {self.machine.number}: {end.state.value} {end.reason}")
         sim.verdicts.append((self.birth, verdict))

@@ -18,13 +18,12 @@ from clusterjob.node.contract import World
 from clusterjob.node.decide import MOST_NODES, Decision, Job, Ledger, Loss, Node, Stage, View
 from clusterjob.node.options import LaunchOptions
 from clusterjob.node.program import Program
-from clusterjob.node.rendezvous import messages, outcome
+from clusterjob.node.rendezvous import messages
 from clusterjob.node.rendezvous.messages import Members
-from clusterjob.node.rendezvous.outcome import Outcome
 from clusterjob.node.rendezvous.root_cause import EFFECT_TIMEOUT, EXIT_TIMEOUT
 from clusterjob.node.stacks.grouping import Frame, RankStack, ThreadStack
 from clusterjob.node.states import Failing, Missing, NodeState, Order, Probe, Probed, Request
-from clusterjob.node.verdict import Failure, FailureKind, JobState, RoundEnd
+from clusterjob.node.verdict import Failure, FailureKind, JobState, RoundEnd, Verdict
 
 
 def failure(
@@ -169,7 +168,7 @@ class Cluster:
         self.stop()
 
     @property
-    def end(self) -> Outcome:
+    def end(self) -> Verdict:
         return self.ledger.ending
 
     @property
@@ -272,8 +271,8 @@ def test_warning_before_the_first_round_preempts_the_job() -> None:
     assert cluster.end.reason == "SIGUSR1 on gpu1: before its workers had started"
 
 
-FAILED = outcome.failed(failure())
-CANCELLED = outcome.cancelled("SIGTERM", interrupt=False)
+FAILED = Verdict.of_failure(failure())
+CANCELLED = Verdict(JobState.CANCELLED, 143, reason="SIGTERM")
 
 
 @pytest.mark.parametrize(
@@ -287,15 +286,19 @@ CANCELLED = outcome.cancelled("SIGTERM", interrupt=False)
         (FAILED, 60.0, 20.0, 20.0),  # after a warning
         (FAILED, 60.0, -5.0, 0.5),
         (CANCELLED, 60.0, 1e9, 60.0),
-        (replace(CANCELLED, terminated=True), 60.0, 1e9, 25.0),
-        (Outcome(JobState.SUCCEEDED), 60.0, 1e9, 0.0),
+        (Verdict(JobState.SUCCEEDED, 0), 60.0, 1e9, 0.0),
     ],
 )
 def test_grace_is_bounded_by_what_the_scheduler_leaves(
-    end: Outcome, given: float | None, left: float, grace: float
+    end: Verdict, given: float | None, left: float, grace: float
 ) -> None:
     options = LaunchOptions(Program("script", "t.py"), grace=given)
     assert core.grace_after(end, options, left=left) == grace
+
+
+def test_grace_after_the_scheduler_sigterm_is_bounded_by_its_kill_wait() -> None:
+    options = LaunchOptions(Program("script", "t.py"), grace=60.0)
+    assert core.grace_after(CANCELLED, options, left=1e9, terminated=True) == 25.0
 
 
 # -- the preflight ---------------------------------------------------------------------------------

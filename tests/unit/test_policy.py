@@ -15,8 +15,7 @@ from clusterjob.node.logs.events import EventLog, read_job_events
 from clusterjob.node.logs.job_dir import EVENTS, moved_events
 from clusterjob.node.options import LaunchOptions, Retry, parse
 from clusterjob.node.program import Program
-from clusterjob.node.rendezvous import outcome, policy
-from clusterjob.node.rendezvous.outcome import Outcome
+from clusterjob.node.rendezvous import policy
 from clusterjob.node.rendezvous.policy import Decision
 from clusterjob.node.verdict import Failure, FailureKind, JobState, RoundEnd, Verdict, bounded
 
@@ -26,8 +25,12 @@ FAILURE = Failure(
 )
 
 
-def failed(kind: FailureKind) -> Outcome:
-    return outcome.failed(replace(FAILURE, kind=kind, where="t.py:3"))
+def failed(kind: FailureKind) -> Verdict:
+    return Verdict.of_failure(replace(FAILURE, kind=kind, where="t.py:3"))
+
+
+SUCCESS = Verdict(JobState.SUCCEEDED, 0)
+OUT_OF_TIME = Verdict(JobState.FAILED, 124, reason="the time limit of 3 s was reached")
 
 
 class Restarts:
@@ -52,9 +55,8 @@ class Restarts:
     def after(self, kind: FailureKind, message: str = "boom", **more: Any) -> Decision:
         failure = replace(FAILURE, kind=kind, message=message, **more)
         decision = policy.decide(failure, self.options, self.rounds, 0, self.nnodes)
-        if decision.retry or decision.more_memory:
-            end = outcome.failed(failure)
-            self.rounds.append(outcome.round_end(end, 0, len(self.rounds), started_at="t0"))
+        if decision.retry:
+            self.rounds.append(RoundEnd.of(Verdict.of_failure(failure), 0, len(self.rounds)))
         return decision
 
     def retried(self, times: int, kind: FailureKind, **more: Any) -> list[bool]:
@@ -208,9 +210,16 @@ def test_retry_without_number_means_max_restarts(max_restarts: int, restarts: in
 
 
 def test_count_of_retry_includes_earlier_attempts() -> None:
-    own = Restarts(0, "oom_host:2:mem*1.5", earlier=(round_end("oom_host", attempt=1),))
-    assert own.after(FailureKind.OOM_HOST) == Decision(more_memory=1.5)
-    assert own.after(FailureKind.OOM_HOST) == Decision()
+    own = Restarts(0, "oom_host:2:mem*1.5")
+    assert own.after(FailureKind.OOM_HOST) == Decision(), "the job is queued again"
+    rounds = [round_end("oom_host", attempt=number) for number in range(3)]
+    found = [
+        policy.more_memory(failed(FailureKind.OOM_HOST), own.options, rounds[:number])
+        for number in (1, 2, 3)
+    ]
+    assert found == [1.5, 1.5, 0.0]
+    assert not policy.more_memory(failed(FailureKind.SIGNAL), own.options, rounds[:1])
+    assert not policy.more_memory(SUCCESS, own.options, rounds[:1])
 
 
 @pytest.mark.parametrize(
@@ -254,9 +263,9 @@ def test_retry_travels_on_the_command_line_of_a_node() -> None:
 
 def test_round_ends_survive_the_verdict_and_the_events(tmp_path: Path) -> None:
     ends = [
-        outcome.round_end(failed(FailureKind.DEVICE), 0, 0, started_at="t0"),
-        outcome.round_end(outcome.out_of_time(3.0), 0, 1, started_at="t1"),
-        outcome.round_end(Outcome(JobState.SUCCEEDED), 0, 2, started_at="t2"),
+        RoundEnd.of(failed(FailureKind.DEVICE), 0, 0, started_at="t0"),
+        RoundEnd.of(OUT_OF_TIME, 0, 1, started_at="t1"),
+        RoundEnd.of(SUCCESS, 0, 2, started_at="t2"),
     ]
     assert [each.kind for each in ends] == ["device", "time_limit", ""]
     assert (ends[0].host, ends[0].node, ends[0].rank) == ("gpu7", 2, 1)
@@ -277,17 +286,17 @@ def test_round_ends_survive_the_verdict_and_the_events(tmp_path: Path) -> None:
     "end",
     [
         *(failed(kind) for kind in FailureKind),
-        outcome.out_of_time(3.0),
-        outcome.preempted("SIGUSR1 on gpu7: its workers left"),
-        outcome.cancelled("cancelled", interrupt=False),
-        Outcome(JobState.SUCCEEDED),
+        OUT_OF_TIME,
+        Verdict(JobState.PREEMPTED, 75, reason="SIGUSR1 on gpu7: its workers left"),
+        Verdict(JobState.CANCELLED, 143, reason="cancelled"),
+        SUCCESS,
     ],
 )
-def test_recorded_round_is_read_as_the_outcome_that_it_had(end: Outcome) -> None:
-    recorded = outcome.round_end(end, 0, 1, started_at="t0")
-    found = outcome.of_round(recorded)
+def test_recorded_round_is_read_as_the_end_that_it_had(end: Verdict) -> None:
+    recorded = RoundEnd.of(end, 0, 1)
+    found = recorded.verdict()
     assert (found.state, found.exit_code) == (end.state, end.exit_code)
-    assert outcome.round_end(found, 0, 1, started_at="t0").message == recorded.message
+    assert RoundEnd.of(found, 0, 1).message == recorded.message
     kinds = [each.failure.kind if each.failure else None for each in (found, end)]
     assert kinds[0] == kinds[1]
 
@@ -307,7 +316,7 @@ def test_round_that_two_coordinators_end_counts_once(tmp_path: Path) -> None:
     for restart in range(2):
         log.add("listening")  # the agent of the coordinator was killed
         if restart:
-            lost = outcome.round_end(failed(FailureKind.NODE_LOST), 0, restart - 1, started_at="t")
+            lost = RoundEnd.of(failed(FailureKind.NODE_LOST), 0, restart - 1, started_at="t")
             log.add(events.ROUND_ENDED, **vars(lost))
         log.add("started", attempt=0, restart=restart)
     ended = events.ended_rounds(tmp_path, running=True)

@@ -326,9 +326,8 @@ class NodeWorkers:
             ranks, seconds = [each.rank for each in found], _DUMP_SECONDS if order.dumps else 0.0
             request = self.flight_recorder.request
             dumps = await asyncio.to_thread(request, order.round, ranks, seconds)
-        self._send(messages.StacksCollected(order.round, dumps))
         if self.report.state.round == order.round:
-            self.report.set(collected=True)
+            self.report.set(collected=True, dumps=dumps)
 
     async def _take_sample(self, order: Order) -> None:
         """Report whether the workers have moved since the last sample of their stacks."""

@@ -87,18 +87,6 @@ class StackFound:
     stack: RankStack
 
 
-@dataclass(frozen=True)
-class StacksCollected:
-    """The end of the answer to `Order.collect`.
-
-    Attributes:
-        dumps: the dumps of torch's flight recorder, relative to the job directory.
-    """
-
-    restart: Number
-    dumps: Annotated[tuple[Text, ...], Limit(MAX_WORKERS)] = ()
-
-
 # -- from the coordinator ------------------------------------------------------------------------
 
 
@@ -235,7 +223,6 @@ FROM_AGENT = Codec(
     CoordinatorLost,
     RankWaits,
     StackFound,
-    StacksCollected,
 )
 FROM_COORDINATOR = Codec(
     Order,
