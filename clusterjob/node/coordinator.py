@@ -435,10 +435,8 @@ class Coordinator:
             host=this_node.node_name(),
             moves=self._moves,
             process=processes.identity(os.getppid()),
-            addresses=tuple(each.address for each in succession.successors(self._peers, self._own)),
             clock=moment + self._shift,
             made_at=moment,
-            boot_id=processes.boot_id(),
         )
         files.later(succession.write_state, self._job_dir, self._state)
         self._send_succession(self._peers.values())
@@ -448,7 +446,7 @@ class Coordinator:
         if not self._job.moves or not self._kept:
             return
         order = succession.successors(self._peers, self._own)
-        heirs = {each.node for each in order}
+        heirs = {node for node, _ in order}
         brief = Succession(order, self._state.lasting.round + 1)
         full = replace(brief, state=self._state)  # each is one message: it is encoded once for all
         for peer in peers:

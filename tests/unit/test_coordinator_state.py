@@ -35,11 +35,9 @@ def state(seconds_left: float = 1e6) -> CoordinatorState:
         node=1,
         host="gpu1",
         moves=1,
-        process="boot pid:[1] 2 3",
-        addresses=("10.0.0.2", "10.0.0.3"),
+        process=processes.identity(1),
         clock=1234.5,
         made_at=time.monotonic(),
-        boot_id=processes.boot_id(),
     )
 
 
@@ -56,8 +54,8 @@ def test_time_limit_goes_on_on_this_machine_and_stands_still_until_another_reads
     tmp_path: Path,
 ) -> None:
     made = replace(state(160.0), made_at=time.monotonic() - 60)
-    for boot_id, left in ((made.boot_id, 100), ("another", 160)):
-        succession.write_state(tmp_path, replace(made, boot_id=boot_id))
+    for process, left in ((made.process, 100), ("another pid:[1] 2 3", 160)):
+        succession.write_state(tmp_path, replace(made, process=process))
         found = succession.from_disk(tmp_path, 2, "it was killed")
         assert found is not None
         limit = found.received_at + found.state.lasting.deadline
@@ -68,11 +66,9 @@ def test_time_limit_goes_on_on_this_machine_and_stands_still_until_another_reads
     "change",
     [
         {"attempt": None},
-        {"addresses": ["10.0.0.2"] * 9},
-        {"addresses": [5]},
         {"moves": 1.5},
         {"made_at": 1e12},
-        {"boot_id": None},
+        {"process": None},
         {"lasting": {"round": -2}},
         {"lasting": {"round": "3"}},
         {"lasting": {"round": True}},

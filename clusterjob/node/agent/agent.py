@@ -173,7 +173,6 @@ class Agent:
             self._earlier = succession.from_disk(self._node.directory, attempt, why=why)
         if self._earlier is not None:
             # Another node may have become the coordinator meanwhile.
-            self._parent.keep(successors=list(self._earlier.state.addresses))
             verdict = await self._join(lost, _LOOK_SECONDS)
         elif coordinated:
             await self._coordinate(None)
@@ -293,7 +292,7 @@ class Agent:
 
     def _note_succession(self, message: Succession) -> None:
         """Record which nodes may take the coordinator's place, and that this node knows it."""
-        nodes, seen = [each.node for each in message.successors], message.rounds_seen
+        nodes, seen = [node for node, _ in message.successors], message.rounds_seen
         self._earlier = None
         if message.state is not None and self._node_rank in nodes:
             self._position = nodes.index(self._node_rank)
@@ -304,7 +303,8 @@ class Agent:
                 moved=message.state.node != self._node_rank,
                 received_at=time.monotonic(),
             )
-        self._parent.keep(successors=[each.address for each in message.successors], rounds=seen)
+        addresses = [address for _, address in message.successors]
+        self._parent.keep(successors=addresses, rounds=seen)
         if seen != self._report.state.seen:
             self._deadline, self._alone = None, 0  # the search was successful
             self._hello = replace(self._hello, rounds=seen)

@@ -147,10 +147,8 @@ class CoordinatorState:
         node, host: the coordinator's node.
         moves: how often the coordinator has moved to another node.
         process: the first process of the coordinator's node; see `processes.identity`.
-        addresses: where the next coordinator may listen.
         clock: the time of the state, by the clock of the job's events.
         made_at: the time of the state, by the monotonic clock of the machine.
-        boot_id: the boot of the machine, to which `made_at` belongs.
     """
 
     attempt: Number
@@ -159,18 +157,8 @@ class CoordinatorState:
     host: Text
     moves: Number
     process: Text
-    addresses: Annotated[tuple[Text, ...], Limit(MAX_SUCCESSORS)]
     clock: float
     made_at: float
-    boot_id: Text
-
-
-@dataclass(frozen=True)
-class Successor:
-    """A node that may become the coordinator."""
-
-    node: Number
-    address: Text
 
 
 @dataclass(frozen=True)
@@ -178,11 +166,12 @@ class Succession:
     """The nodes that may become the coordinator, in the order of their turns.
 
     Attributes:
+        successors: each with its address.
         rounds_seen: the number of the round, plus 1.
         state: the coordinator's state; None for an agent that is no successor.
     """
 
-    successors: Annotated[tuple[Successor, ...], Limit(MAX_SUCCESSORS)]
+    successors: Annotated[tuple[tuple[Number, Text], ...], Limit(MAX_SUCCESSORS)]
     rounds_seen: Number
     state: CoordinatorState | None = None
 

@@ -24,12 +24,7 @@ from clusterjob.node.logs import ends, events
 from clusterjob.node.logs.job_dir import COORDINATOR
 from clusterjob.node.rendezvous.identity import NodeJob
 from clusterjob.node.rendezvous.membership import Peer
-from clusterjob.node.rendezvous.messages import (
-    MAX_SUCCESSORS,
-    CoordinatorState,
-    Members,
-    Successor,
-)
+from clusterjob.node.rendezvous.messages import MAX_SUCCESSORS, CoordinatorState, Members
 from clusterjob.node.system import files, processes
 from clusterjob.node.system.codec import Codec, MalformedMessageError
 
@@ -148,8 +143,8 @@ def may_move(node: NodeJob) -> bool:
     return restarts and topology.nnodes > 1 and topology.source in _FREE_ADDRESSES
 
 
-def successors(peers: Mapping[int, Peer], own: int) -> tuple[Successor, ...]:
-    """Return the nodes that may be the next coordinator: the others, then its own node.
+def successors(peers: Mapping[int, Peer], own: int) -> tuple[tuple[int, str], ...]:
+    """Return the nodes that may be the next coordinator: the others, then its own; with addresses.
 
     Args:
         peers: the agents, by the number of their node.
@@ -158,7 +153,7 @@ def successors(peers: Mapping[int, Peer], own: int) -> tuple[Successor, ...]:
     alive = [node for node, peer in peers.items() if not peer.lost and peer.hello.address]
     order = sorted(alive, key=lambda node: (node <= own, node == own, node))
     chosen = [*[node for node in order if node != own][: MAX_SUCCESSORS - 1], own]
-    return tuple(Successor(node, peers[node].hello.address) for node in chosen if node in alive)
+    return tuple((node, peers[node].hello.address) for node in chosen if node in alive)
 
 
 def from_disk(job_dir: Path, attempt: int, why: str) -> Earlier | None:
@@ -175,6 +170,6 @@ def from_disk(job_dir: Path, attempt: int, why: str) -> Earlier | None:
     # The last round may have ended since the state was written.
     rounds = events.ended_rounds(job_dir, running=True)
     state = replace(state, lasting=replace(state.lasting, rounds=rounds))
-    same = state.boot_id == processes.boot_id()
-    received_at = state.made_at if same else time.monotonic()
+    same_boot = state.process.startswith(processes.boot_id())
+    received_at = state.made_at if same_boot else time.monotonic()
     return Earlier(state, why, ended=True, moved=False, received_at=received_at)
