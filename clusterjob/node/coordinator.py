@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import socket
 import time
@@ -37,9 +38,7 @@ from clusterjob.node.verdict import PREEMPTED_EXIT_CODE, Failure, JobState, Verd
 if TYPE_CHECKING:
     from clusterjob.node.notifications.notifier import Notifier
 
-# While states pour in, a decision follows when none has come for _GAP_SECONDS, at the latest
-# _BATCH_SECONDS after the last one.
-_GAP_SECONDS, _BATCH_SECONDS = 0.005, 0.05
+_GAP_SECONDS = 0.005  # seconds from a change to the decision: several nodes may change at once
 _MOST_NAMED = 8  # hosts that the preflight has found slow
 _MAX_CONSEQUENCES = 256  # failures that a verdict lists besides the root cause
 _MAX_MESSAGE = 200  # characters of the message of such a failure
@@ -115,7 +114,7 @@ class Coordinator:
         self._begun = policy.begin_attempt(options, self._job_dir, identity.attempt)
         self._found: dict[str, Any] = {}  # by the preflight
         self._due = 0.0  # when to decide if nothing changes
-        self._earliest = self._latest = 0.0  # when to decide after a change
+        self._earliest = 0.0  # when to decide after a change
 
     # -- the job -----------------------------------------------------------------------------------
 
@@ -176,22 +175,22 @@ class Coordinator:
 
     async def _step(self) -> None:
         """Wait for a change or for the time of the next decision; decide."""
-        moment, at = time.monotonic(), self._due
-        changed = self._receive_waiting()
-        while True:
+        inbox, moment, at = self.membership.inbox, time.monotonic(), self._due
+        while not inbox.empty() or moment < at:
+            changed = False
+            if not inbox.empty():
+                changed = self._receive(*inbox.get_nowait())
+            else:
+                with contextlib.suppress(asyncio.TimeoutError):
+                    found = await asyncio.wait_for(inbox.get(), min(at - moment, 3600.0))
+                    changed = self._receive(*found)
             if changed:
-                at = max(self._earliest, min(self._latest, moment + _GAP_SECONDS))
-            if moment >= at:
-                break
-            found = await self.membership.next_message(min(at - moment, 3600.0))
-            changed = found is not None and self._receive(*found)
-            changed = self._receive_waiting() or changed
+                at = min(at, max(self._earliest, moment + _GAP_SECONDS))
             moment = time.monotonic()
         decision = core.decide(self._job, self._ledger, self._view(), moment)
         self._apply(decision)
-        lasted = time.monotonic() - moment
-        self._earliest = moment + 2 * lasted  # of thousands of nodes: receive as long as it takes
-        self._latest = moment + lasted + _BATCH_SECONDS
+        # Of thousands of nodes: receive as long as a decision takes.
+        self._earliest = moment + 2 * (time.monotonic() - moment)
         if decision.asks_slurm:
             host = this_node.node_name()
             self._slurm_up = await asyncio.to_thread(succession.slurm_says_down, host) is False
@@ -330,12 +329,6 @@ class Coordinator:
 
     # -- messages of the agents --------------------------------------------------------------------
 
-    def _receive_waiting(self) -> bool:
-        changed = False
-        while not self.membership.inbox.empty():
-            changed = self._receive(*self.membership.inbox.get_nowait()) or changed
-        return changed
-
     def _receive(self, peer: Peer, message: Any) -> bool:
         """Take a message; return whether it may change what follows."""
         node = peer.node_rank
@@ -348,6 +341,8 @@ class Coordinator:
         elif isinstance(message, messages.CoordinatorLost):
             self._lose(peer, sanitize(message.why), by_agent=True)
         elif isinstance(message, NodeState):
+            if message.by_exec and not self._nodes[node].state.by_exec:
+                self._events.add("exec", node_rank=node, why=message.by_exec)
             self._nodes[node] = self._nodes[node].receive(message, time.monotonic())
         elif isinstance(message, messages.PreflightFound):  # never on the wire: of its own process
             self._found = message.result

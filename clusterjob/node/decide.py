@@ -273,7 +273,6 @@ class Ledger(Lasting):
         gone: nodes that have certainly ended, as the agents of an earlier coordinator know.
         took_over: whether no round has begun since the coordinator moved.
         losses: how many losses of each node are recorded.
-        by_exec: the nodes that start their workers by exec.
         started: when the newest workers were started, RFC 3339.
         warned: the scheduler's warning; None before it.
         end: how the round ends or, while the coordinator waits, how the last one ended.
@@ -290,7 +289,6 @@ class Ledger(Lasting):
     gone: frozenset[int] = frozenset()
     took_over: bool = False
     losses: Mapping[int, int] = field(default_factory=dict)
-    by_exec: frozenset[int] = frozenset()
     started: str | None = None
     warned: Warned | None = None
     end: Verdict | None = None
@@ -636,9 +634,6 @@ class _Step:
         for node_rank, node in nodes.items():
             if len(node.losses) > ledger.losses.get(node_rank, 0):
                 self._note_loss(node)
-            if node.state.by_exec and node_rank not in self.ledger.by_exec:
-                self.change(by_exec=self.ledger.by_exec | {node_rank})
-                self.add("exec", node_rank=node_rank, why=node.state.by_exec)
         if ledger.warned is None and self.job.options.warning is not None:
             for request in _requests(nodes.values()):
                 if request.warning:

@@ -41,11 +41,8 @@ def test_waiting_agents_are_accepted_at_once_and_oldest_silent_ones_dropped_beyo
 
     assert asyncio.run(serve()) == count - dropped
     found = [each for each in read_events(events) if each["event"] == "unauthenticated"]
-    assert {each["why"] for each in found if "why" in each} <= {
-        "too many unauthenticated connections"
-    }
-    assert sum(each.get("more", 1) for each in found) == dropped
-    assert len(found) <= 21, "a port scan must not fill the disk"
+    assert {each["why"] for each in found} <= {"too many unauthenticated connections"}
+    assert len(found) == min(dropped, 20), "a port scan must not fill the disk"
 
 
 def test_stall_that_a_decision_notices_first_makes_no_agent_silent(tmp_path: Path) -> None:

@@ -107,8 +107,7 @@ class Stalls:
 
 
 _CLOSE_SECONDS = 1.0  # seconds for the other agents to close their connections
-# Rejected connections that get an event each; later ones are counted. A port scan must not fill the
-# disk.
+# Rejected connections that get an event each: a port scan must not fill the disk.
 _MAX_REJECTED = 20
 _RESOLVE_INTERVAL = 1.0  # seconds between two lookups of the names of all nodes
 
@@ -205,19 +204,15 @@ class Membership:
 
     async def close(self) -> None:
         """Stop accepting, wait up to 1 s for agents to read the verdict, close all connections."""
-        for task in self.tasks:
+        for task in (*self.tasks, *self._waiting):
             task.cancel()
-        if self._rejected > _MAX_REJECTED:
-            self._events.add("unauthenticated", more=self._rejected - _MAX_REJECTED)
         if self._server is not None:
             self._server.close()
-        for task in self._waiting:
+        if self._serving:
+            await asyncio.wait(self._serving, timeout=_CLOSE_SECONDS)
+        for task in self._serving:
             task.cancel()
-        for timeout in (_CLOSE_SECONDS, None):
-            if self._serving:
-                await asyncio.wait(self._serving, timeout=timeout)
-            for task in self._serving:
-                task.cancel()
+        await asyncio.gather(*self._serving, return_exceptions=True)
 
     def _max_waiting(self) -> int:
         """Return how many connections may be unauthenticated now."""
@@ -292,15 +287,6 @@ class Membership:
         self._events.add("joined", node_rank=node_rank, host=host, pid=pid, nproc=hello.nproc)
         self.inbox.put_nowait((peer, hello))
         return peer
-
-    async def next_message(self, timeout: float) -> tuple[Peer, Any] | None:
-        """Return the next message and its sender; None after `timeout` seconds."""
-        if not self.inbox.empty():
-            return self.inbox.get_nowait()
-        try:
-            return await asyncio.wait_for(self.inbox.get(), max(0.0, timeout))
-        except asyncio.TimeoutError:
-            return None
 
     def receive(self, peer: Peer, message: Any) -> None:
         """Put a message of an agent that has joined into the inbox."""

@@ -231,19 +231,14 @@ def check_sender(message: object, node_rank: int) -> None:
         node_rank: the agent's node.
 
     Raises:
-        MalformedMessageError: a failure or a stack belongs to another node, or to an impossible
-            worker.
+        MalformedMessageError: a failure or a stack belongs to another node.
     """
     failures: list[Failure] = []
     if isinstance(message, StackFound) and message.stack.node_rank != node_rank:
         raise MalformedMessageError(f"a stack of node {message.stack.node_rank}")
     if isinstance(message, NodeState):
         failures = [each.failure for each in (*message.failing, *message.exits)]
-        if any(each.failure.rank is None for each in message.exits):
-            raise MalformedMessageError("an early exit without a rank")
         failures += message.probed.failures if message.probed is not None else ()
     for failure in failures:
         if failure.node_rank != node_rank:
             raise MalformedMessageError(f"a failure of node {failure.node_rank}")
-        if (failure.rank is None) != (failure.local_rank is None):
-            raise MalformedMessageError("a failure with only one of rank and local rank")
