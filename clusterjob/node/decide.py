@@ -228,7 +228,6 @@ class Run:
         sampled: when it was ordered.
         collect_from: the nodes that were asked for stacks.
         stop_at: when the round was stopped; infinity before.
-        stop_due: when nodes that have not stopped are given up.
     """
 
     began: float = 0.0
@@ -246,7 +245,6 @@ class Run:
     sampled: float = 0.0
     collect_from: frozenset[int] = frozenset()
     stop_at: float = math.inf
-    stop_due: float = math.inf
 
     @property
     def world_size(self) -> int:
@@ -574,11 +572,15 @@ def grace_after(
     return min(grace, max(_LEAST_GRACE, left))
 
 
+def _left(ledger: Ledger) -> float:
+    """Return the seconds from the stop of the round to the end that a warning has announced."""
+    return (ledger.warned.ends_at if ledger.warned else math.inf) - ledger.run.stop_at
+
+
 def _stop_order(job: Job, ledger: Ledger, nodes: Mapping[int, Node]) -> Stop:
     request, ending = _cancel_request(nodes), ledger.ending
     end = cancellation(nodes) or ending
-    left = (ledger.warned.ends_at if ledger.warned else math.inf) - ledger.run.stop_at
-    grace = grace_after(end, job.options, left=left, terminated=request.terminated)
+    grace = grace_after(end, job.options, left=_left(ledger), terminated=request.terminated)
     interrupt = request.interrupt and ending.state is JobState.CANCELLED
     return Stop(
         0.0 if _killing(nodes) else grace,
@@ -793,13 +795,11 @@ class _Step:
         self.change(slow=slow)
         for node, why in slow.items():
             self._avoid(self._launch_failure(node, why))
-        chosen = tuple(self.chosen())
-        if self.job.options.preflight == "refuse" and slow.keys() & set(chosen):
+        if self.job.options.preflight == "refuse" and slow.keys() & set(self.chosen()):
             text = f"preflight: {'; '.join(slow_lines(self.ledger, nodes)[:_MOST_NAMED])}"
             self.finish(Verdict.of_failure(self._launch_failure(min(slow), text)))
         else:
-            complete = all(each.here for each in nodes.values()) and len(chosen) >= self.least
-            self.go(Stage.START if complete else Stage.WAIT, chosen=chosen)
+            self.go(Stage.WAIT)
 
     def _launch_failure(self, node: int, why: str) -> Failure:
         host = self.view.nodes[node].host
@@ -1009,9 +1009,8 @@ class _Step:
         if complete and not run.running:
             self.change_run(running=True, alive=self.now)
             self.add("running", restart=ledger.restarts)
-            if not ledger.limit_runs and options.time_limit is not None:
+            if ledger.round == 0 and options.time_limit is not None:  # it excludes the first import
                 self.change(deadline=self.now + options.time_limit)
-            self.change(limit_runs=True)
         joined = sum(min(node.state.joined, node.nproc) for node in here)
         formed = sum(min(node.state.formed, node.state.joined, node.nproc) for node in here)
         joined, formed = max(run.counts[0], joined), max(run.counts[1], formed)
@@ -1145,17 +1144,14 @@ class _Step:
             self.add("stop", restart=self.ledger.restarts, why=end.reason)
         self.change_run(stop_at=self.now)
         self.go(Stage.STOP, end=end)
-        self._set_stop_due()
-
-    def _set_stop_due(self) -> None:
-        grace = _stop_order(self.job, self.ledger, self.view.nodes).grace
-        self.change_run(stop_due=self.now + grace + _STOP_SECONDS)
 
     def stop(self) -> None:
         ledger, nodes = self.ledger, self.view.nodes
         run = ledger.run
-        if self.view.stalled:  # this process could not receive meanwhile
-            self._set_stop_due()
+        # A coordinator that stood still could not receive meanwhile.
+        since = self.now if self.view.stalled else run.stop_at
+        grace = grace_after(ledger.ending, self.job.options, left=_left(ledger))
+        due = since + grace + _STOP_SECONDS
         running = [
             node
             for node in run.worlds
@@ -1164,8 +1160,8 @@ class _Step:
             and not (nodes[node].state.idle and nodes[node].state.round >= ledger.round)
             and nodes[node].joined_at <= run.began
         ]
-        if running and self.now < self.current.stop_due:
-            self.wake(self.current.stop_due)
+        if running and self.now < due:
+            self.wake(due)
             return
         for node in running:
             self.say(f"node {node} (host {nodes[node].host}) {_NO_ANSWER}")

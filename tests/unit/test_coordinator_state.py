@@ -27,7 +27,6 @@ def state(seconds_left: float = 1e6) -> CoordinatorState:
         rounds=(RoundEnd(2, 1, "signal"),),
         first_started="2026-11-25T12:00:00.000Z",
         deadline=seconds_left,
-        limit_runs=True,
     )
     return CoordinatorState(
         2,

@@ -163,10 +163,9 @@ def test_search_that_hangs_counts_as_progress(job: Job, monkeypatch: pytest.Monk
     monkeypatch.setattr(policy, "_WALK_TIMEOUT", 0.05)
     real = policy.newest
 
-    def slow(directory: Path, newer_than: int | None = None) -> tuple[int, bool]:
-        if newer_than is not None:
-            time.sleep(0.5)
-        return real(directory, newer_than)
+    def slow(directory: Path) -> tuple[int, bool]:
+        time.sleep(0.5)
+        return real(directory)
 
     monkeypatch.setattr(policy, "newest", slow)
     assert all(job.end(STOPPED).state is JobState.PREEMPTED for _ in range(3))

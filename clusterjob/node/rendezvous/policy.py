@@ -280,7 +280,7 @@ def _is_newer(directory: Path, before: int) -> bool:
     found: list[bool] = []
 
     def look() -> None:
-        latest, complete = newest(directory, newer_than=before)
+        latest, complete = newest(directory)
         found.append(latest > before or not complete)
 
     _in_thread(look).join(_WALK_TIMEOUT)
@@ -299,12 +299,11 @@ def _write_progress(job_dir: Path, data: dict[str, Any]) -> None:
         files.write_json(ends.directory(job_dir) / "progress.json", data)
 
 
-def newest(directory: Path, newer_than: int | None = None) -> tuple[int, bool]:
+def newest(directory: Path) -> tuple[int, bool]:
     """Return the latest change of a file below a directory, and whether all were looked at.
 
     Args:
         directory: the directory; links in it are not followed.
-        newer_than: nanoseconds since the epoch; end the search at the first file that is newer.
     """
     latest = looked_at = 0
     for root, _, names in os.walk(directory):
@@ -316,8 +315,6 @@ def newest(directory: Path, newer_than: int | None = None) -> tuple[int, bool]:
                 continue
             with contextlib.suppress(OSError):  # removed meanwhile
                 latest = max(latest, os.lstat(os.path.join(root, name)).st_mtime_ns)
-            if newer_than is not None and latest > newer_than:
-                return latest, True
     return latest, True
 
 
