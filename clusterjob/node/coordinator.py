@@ -77,27 +77,25 @@ class Coordinator:
         topology, options, identity = node.topology, node.options, node.identity
         self._node = node
         self._topology = topology
-        self._options = options
         self._identity = identity
         self._job_dir = node.directory
         self._watch = watch
         self._notifier = notifier
         self._earlier = earlier
-        self._own = topology.node_rank
         self._moves, self._shift = 0, 0.0  # to the clock of the job's events
         if earlier is not None:
             self._moves = earlier.state.moves + earlier.moved
             self._shift = earlier.state.clock - earlier.received_at
-        name = moved_events(self._moves, self._own) if self._moves else EVENTS
+        name = moved_events(self._moves, topology.node_rank) if self._moves else EVENTS
         self._events = EventLog(self._job_dir / name, self._shift)
         self.membership = Membership(
-            topology.nnodes, self._own, options=options, job=identity, events=self._events
+            topology.nnodes, topology.node_rank, options=options, job=identity, events=self._events
         )
         self._peers = self.membership.peers
         self._job = Job(
             options,
             nnodes=topology.nnodes,
-            own=self._own,
+            own=topology.node_rank,
             attempt=identity.attempt,
             moves=succession.may_move(node),
             asks_slurm=topology.source == slurm_env.SOURCE and succession.has_scontrol(),
@@ -159,7 +157,7 @@ class Coordinator:
             return
         earlier_, state = self._earlier, self._earlier.state
         if earlier_.moved:
-            self._node.print_line(f"node {self._own} coordinates the job now: {earlier_.why}")
+            self._node.print_line(f"node {self._job.own} coordinates the job now: {earlier_.why}")
         known, moment = vars(state.lasting), time.monotonic()
         ledger = Ledger(
             **known | {"deadline": earlier_.received_at + state.lasting.deadline},
@@ -216,7 +214,7 @@ class Coordinator:
             refused=refused,
             ended=ended,
             slurm_up=self._slurm_up,
-            stalled=self.membership.stalls.recent(self._options.lease),
+            stalled=self.membership.stalls.recent(self._job.options.lease),
             stacks=[self._stacks[rank] for rank in sorted(self._stacks)],
             slow={int(node): why for node, why in self._found.get("slow", {}).items()},
         )
@@ -254,7 +252,7 @@ class Coordinator:
             return
         if name == "restart":
             failure = end.failure if end is not None else None
-            most = policy.most_restarts(self._options, self._topology.nnodes)
+            most = policy.most_restarts(self._job.options, self._topology.nnodes)
             self._notifier.restarts(fields["restart"], most, fields["why"], failure=failure)
         elif name == "started" and self._ledger.round == 0:
             self._notifier.started(len(fields["nodes"]), fields["world_size"])
@@ -263,7 +261,7 @@ class Coordinator:
         for node, wanted in core.orders(self._job, self._ledger, self._nodes):
             order = wanted
             serves = order.world is not None or order.measure is not None
-            if node == self._own and serves and self._store is not None:
+            if node == self._job.own and serves and self._store is not None:
                 order = OrderWithStore(**vars(order), store=self._store)
             peer = self._peers[node]
             if peer.order is not order and peer.order != order:
@@ -277,12 +275,12 @@ class Coordinator:
         nodes = self._ledger.chosen
         worlds, self._store = plan_round(
             nodes,
-            {node: self._peers[node].hello for node in {*nodes, self._own}},
+            {node: self._peers[node].hello for node in {*nodes, self._job.own}},
             self._ledger.round + 1,
             topology=self._topology,
             store_at=store_address(self._topology, self._peers.values()),
             job=self._identity,
-            serve_store=self._options.launcher == "agent" and self._identity.has_torch,
+            serve_store=self._job.options.launcher == "agent" and self._identity.has_torch,
         )
         self._slurm_up = None
         self._stacks, self._saving = {}, None
@@ -389,7 +387,7 @@ class Coordinator:
         living = sum(1 for node in ledger.nodes if not nodes[node].state.ended)
         if len(asked) < living:
             why += f" (stacks of {len(asked)} of {living} nodes)"
-        round_ = grouping.Round(job.job_id, job.attempt, ledger.round, node_rank=self._own)
+        round_ = grouping.Round(job.job_id, job.attempt, ledger.round, node_rank=self._job.own)
         silent = [each for each in asked if not each.state.collected]
         try:
             path = grouping.write_evidence(
@@ -411,7 +409,7 @@ class Coordinator:
     def _keep_state(self) -> None:
         """Keep the ledger for another coordinator when a round begins, and when it has changed."""
         ledger = self._ledger
-        if not self._options.restarts or ledger.stage is not Stage.RUN:
+        if not self._job.options.restarts or ledger.stage is not Stage.RUN:
             return
         known = (ledger.round, ledger.groups, ledger.deadline)
         if known == self._kept:
@@ -426,7 +424,7 @@ class Coordinator:
                 rounds=ledger.rounds[-_MOST_ROUNDS:],
                 deadline=min(max(0.0, ledger.deadline - moment), _NO_LIMIT),
             ),
-            node=self._own,
+            node=self._job.own,
             host=this_node.node_name(),
             moves=self._moves,
             process=processes.identity(os.getppid()),
@@ -440,7 +438,7 @@ class Coordinator:
         """Tell agents who may take the coordinator's place, and these its state."""
         if not self._job.moves or not self._kept:
             return
-        order = succession.successors(self._peers, self._own)
+        order = succession.successors(self._peers, self._job.own)
         heirs = {node for node, _ in order}
         brief = Succession(order, self._state.lasting.round + 1)
         full = replace(brief, state=self._state)  # each is one message: it is encoded once for all
@@ -481,7 +479,7 @@ class Coordinator:
 
     def _record_verdict(self, verdict: Verdict) -> Verdict:
         ledger = self._ledger
-        if factor := policy.more_memory(verdict, self._options, ledger.rounds):
+        if factor := policy.more_memory(verdict, self._job.options, ledger.rounds):
             reason = f"{verdict.reason}; queued again with {factor:g} times the memory"
             again = {"state": JobState.PREEMPTED, "exit_code": PREEMPTED_EXIT_CODE}
             try:
@@ -491,7 +489,7 @@ class Coordinator:
                 again = {}
             verdict = replace(verdict, reason=reason, **again)
         verdict = policy.end_attempt(
-            self._options,
+            self._job.options,
             self._job_dir,
             verdict,
             self._begun,
@@ -569,27 +567,19 @@ def plan_round(
     """
     own, first = topology.node_rank, nodes[0]
     store: socket.socket | None = None
-    if serve_store or first == own:
-        candidates = [0]
-        if not serve_store:  # a worker binds the port later, so it must not be ephemeral
-            candidates = candidate_ports(f"{job.job_id}\0{restart}", job.attempt)
+    if serve_store:
         address = store_at
-        store = membership.listen(address, candidates, alone=topology.nnodes == 1)
+        store = membership.listen(address, [0], alone=topology.nnodes == 1)
         port = int(store.getsockname()[1])
-        if not serve_store:
-            store.close()
-    else:
-        address = peers[first].address
+    else:  # a worker binds the port later, so it must not be ephemeral
+        address = store_at if first == own else peers[first].address
         port = candidate_ports(f"{job.job_id}\0{restart}", job.attempt)[0]
     working = [peers[node] for node in nodes]
     *first_ranks, world_size = [0, *accumulate(peer.nproc for peer in working)]
     # One endpoint per worker. A node holds one more, which rank 0 binds for its framework.
     held = all(len(peer.endpoints) > peer.nproc for peer in working)
-    endpoints = ""
-    if held and any(peer.wants_endpoints for peer in working):  # long: make it only if needed
-        of_all = [each for peer in working for each in peer.endpoints[: peer.nproc]]
-        endpoints = worker_variables.endpoint_list(of_all)
-
+    of_all = [each for peer in working for each in peer.endpoints[: peer.nproc]]
+    endpoints = worker_variables.endpoint_list(of_all) if held else ""
     tasks = slurm_env.tasks_per_node([peer.nproc for peer in working])
     step_nodes = slurm_env.nodes_of_round([peer.host for peer in working], os.environ)
 
@@ -617,4 +607,4 @@ def plan_round(
     }
     if serve_store and own not in worlds:
         worlds[own] = world(peers[own], len(nodes), first_rank=world_size, nproc=0)
-    return worlds, store if serve_store else None
+    return worlds, store

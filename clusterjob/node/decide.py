@@ -958,8 +958,6 @@ class _Step:
                 return self.preempted(f"its workers still ran {after} and were stopped")
             self.wake(ledger.warned.due)
         if ledger.deadline <= now:
-            if root is not None:
-                return Verdict.of_failure(root)
             why = f"the time limit of {options.time_limit:g} s was reached"
             return Verdict(JobState.FAILED, TIMEOUT_EXIT_CODE, reason=why)
         self.wake(ledger.deadline)
@@ -1192,9 +1190,6 @@ class _Step:
             end = replace(end, reason=f"{end.reason} (not restarted: {decision.why})")
         if not decision.retry:
             self.go(Stage.END, end=end)
-            return
-        if (cancelled := cancellation(self.view.nodes)) is not None:
-            self.go(Stage.END, end=cancelled)
             return
         if decision.avoid and end.failure is not None:
             self._avoid(end.failure)
