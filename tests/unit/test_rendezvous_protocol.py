@@ -9,6 +9,7 @@ import asyncio
 import contextlib
 import json
 import socket
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any
 
@@ -466,6 +467,19 @@ async def test_handshake_with_slow_peer_times_out(peer: Streams, coordinator: St
     with pytest.raises(asyncio.TimeoutError):
         await protocol.accept(*coordinator, TOKEN, "job-1")
     dripping.cancel()
+
+
+@pytest.mark.usefixtures("short_handshake")
+@connected
+async def test_handshake_survives_stop_of_process(agent: Streams, coordinator: Streams) -> None:
+    """The process does not run for longer than the limit, after the first line was sent."""
+    exchange = asyncio.create_task(handshake(agent, coordinator))
+    for _ in range(3):
+        await asyncio.sleep(0)
+    time.sleep(1.5)
+    channel, (_, hello) = await exchange
+    assert isinstance(channel, Channel)
+    assert hello == HELLO
 
 
 @pytest.mark.usefixtures("short_handshake")

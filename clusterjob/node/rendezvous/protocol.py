@@ -12,19 +12,22 @@ import asyncio
 import hmac
 import json
 import secrets
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Coroutine, Mapping
+from typing import Any, TypeVar
 
 from clusterjob.errors import RendezvousError
 from clusterjob.node.rendezvous import messages
 from clusterjob.node.system.codec import Codec
 from clusterjob.node.system.sanitize import sanitize
 
+_T = TypeVar("_T")
+
 PROTOCOL = 1
 LINE_BYTES = 1 << 18  # maximum bytes of a message
 _UNAUTHENTICATED_LINE_BYTES = 4096
 HANDSHAKE_SECONDS = 5.0  # seconds for a peer that has not proved the token to answer
 _MAX_REFUSAL = 1000  # characters of a reason from a peer that has not proved the token
+_TURNS = 10  # parts of such a wait; see `answer_of`
 
 
 class UnauthenticatedError(RendezvousError):
@@ -176,9 +179,9 @@ async def join(
         OSError, asyncio.TimeoutError: the connection broke, or had no answer in time.
     """
     proof = authenticate_to_coordinator(reader, writer, token=token, job_id=job_id)
-    channel = await asyncio.wait_for(proof, proof_seconds or HANDSHAKE_SECONDS)
+    channel = await answer_of(proof, proof_seconds or HANDSHAKE_SECONDS)
     channel.send(hello)
-    answer = await asyncio.wait_for(channel.receive(), welcome_seconds)
+    answer = await answer_of(channel.receive(), welcome_seconds)
     if isinstance(answer, messages.Refused):
         raise RefusedError(answer.why)
     if not isinstance(answer, messages.Welcome):
@@ -216,7 +219,7 @@ async def accept(
         )
         return channel, await channel.receive()
 
-    channel, hello = await asyncio.wait_for(exchange(), HANDSHAKE_SECONDS)
+    channel, hello = await answer_of(exchange(), HANDSHAKE_SECONDS)
     if not isinstance(hello, messages.Hello):
         raise UnauthenticatedError("it has sent no Hello")
     return channel, hello
@@ -236,6 +239,26 @@ async def refuse(channel: Channel, why: str) -> None:
     """Send an agent the reason why it may not join, and close the connection."""
     channel.send(messages.Refused(why))
     await channel.close()
+
+
+async def answer_of(exchange: Coroutine[Any, Any, _T], seconds: float) -> _T:
+    """Return the result of an exchange with a peer; limit the time in which this process runs.
+
+    The wait has several turns, and the event loop reads what has arrived before a turn ends. So a
+    process that was stopped, or is busy with other peers, loses one turn and not the peer.
+
+    Raises:
+        asyncio.TimeoutError: the exchange has not ended in time.
+    """
+    task = asyncio.ensure_future(exchange)
+    try:
+        for _ in range(_TURNS):
+            if (await asyncio.wait({task}, timeout=seconds / _TURNS))[0]:
+                return task.result()
+        raise asyncio.TimeoutError
+    finally:
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)  # its error may come after the wait
 
 
 def _bytes(value: object) -> bytes:

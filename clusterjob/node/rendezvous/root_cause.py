@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 
 from clusterjob.node.logs import failure_texts
 from clusterjob.node.stacks import grouping
-from clusterjob.node.stacks.grouping import STOPPED, Group, RankStack, program_frame
+from clusterjob.node.stacks.grouping import STOPPED, Group, RankStack
 from clusterjob.node.system.ranges import ranks_text
 from clusterjob.node.verdict import STACK_TITLE, Failure, FailureKind, Verdict
 
@@ -172,16 +172,10 @@ def of_hang(
     groups = grouping.group(stacks)
     if end.failure is None or not groups:
         return end
-    message = f"{end.failure.message}: {grouping.headline(groups)}"
-    odd = _odd(groups)
-    if odd is not None and odd.frames:
-        frame = program_frame(odd.frames) or odd.frames[0]
-        place = grouping.place_text(frame)
-        if place not in message:
-            message += f" ({grouping.members_text(odd.ranks)}: {frame.function}, {place})"
-    if step >= 0:
-        message += f"; last step {step}"
+    last = f"; last step {step}" if step >= 0 else ""
+    message = f"{end.failure.message}: {grouping.headline(groups)}{last}"
     failure = replace(end.failure, message=message)
+    odd = _odd(groups)
     if odd is None:
         return replace(end, reason=message, failure=failure)
     stack = next(each for each in stacks if each.rank == odd.ranks[0])
