@@ -7,9 +7,8 @@ import contextlib
 import os
 import socket
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
-from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
 from clusterjob.errors import RendezvousError
@@ -97,6 +96,7 @@ class Coordinator:
             nnodes=topology.nnodes,
             own=topology.node_rank,
             attempt=identity.attempt,
+            serves_store=options.launcher == "agent" and identity.has_torch,
             moves=succession.may_move(node),
             asks_slurm=topology.source == slurm_env.SOURCE and succession.has_scontrol(),
         )
@@ -193,8 +193,6 @@ class Coordinator:
             host = this_node.node_name()
             self._slurm_up = await asyncio.to_thread(succession.slurm_says_down, host) is False
             self._due = 0.0
-        elif self._ledger.stage is Stage.START:
-            await self._start_round()
         elif self._ledger.stage is Stage.RESIGN:
             raise MinorityError("the other nodes may still run without this one")
 
@@ -233,6 +231,8 @@ class Coordinator:
                 ends.avoid(self._job_dir, fields["host"])
         for node, why in decision.dropped.items():
             self._lose(self._peers[node], why)
+        if self._ledger.run.worlds and self._ledger.round != before.round:
+            self._begin_round()
         stage = self._ledger.stage
         if stage is Stage.MEASURE and before.stage is not Stage.MEASURE:
             self._begin_measuring()
@@ -270,24 +270,19 @@ class Coordinator:
 
     # -- the begin of a round ----------------------------------------------------------------------
 
-    async def _start_round(self) -> None:
-        """Bind the port of the store, and give each node its place."""
-        nodes = self._ledger.chosen
-        worlds, self._store = plan_round(
-            nodes,
-            {node: self._peers[node].hello for node in {*nodes, self._job.own}},
-            self._ledger.round + 1,
-            topology=self._topology,
-            store_at=store_address(self._topology, self._peers.values()),
-            job=self._identity,
-            serve_store=self._job.options.launcher == "agent" and self._identity.has_torch,
+    def _begin_round(self) -> None:
+        """Bind the port of the store, and tell it to each node."""
+        ledger = self._ledger
+        peers = {node: self._peers[node].hello for node in ledger.run.worlds}
+        store_at = store_address(self._topology, self._peers.values())
+        worlds, self._store = with_store(
+            ledger.run.worlds, peers, self._topology, store_at, job=self._identity
         )
+        self._ledger = replace(ledger, run=replace(ledger.run, worlds=worlds))
         self._slurm_up = None
         self._stacks, self._saving = {}, None
-        view, moment = self._view(), time.monotonic()
-        self._apply(core.begin(self._job, self._ledger, view, moment, worlds))
         self._stragglers = StragglerWatch(
-            self._ledger.round, len(nodes), self._ledger.run.world_size, self._events
+            ledger.round, len(ledger.nodes), ledger.run.world_size, self._events
         )
 
     # -- the preflight -----------------------------------------------------------------------------
@@ -538,73 +533,55 @@ def store_address(topology: Topology, peers: Iterable[Peer]) -> str:
     return next((each for each in reversed(addresses) if each in reached), addresses[0])
 
 
-def plan_round(
-    nodes: Sequence[int],
+def with_store(
+    worlds: Mapping[int, World],
     peers: Mapping[int, messages.Hello],
-    restart: int,
     topology: Topology,
     store_at: str,
     job: JobIdentity,
-    *,
-    serve_store: bool,
 ) -> tuple[dict[int, World], socket.socket | None]:
-    """Bind the store's port; return every node's world, by its number, and the store's socket.
+    """Bind the store's port; return the worlds of a round with it, and the store's socket.
 
-    The coordinator's agent serves that socket as torch's store; if its node runs no workers, its
-    world has none. The socket is None if rank 0, or torchrun's own agent, binds the port.
+    The socket is None if rank 0, or torchrun's own agent, binds the port.
 
     Args:
-        nodes: the nodes that run workers, in the order of their ranks.
+        worlds: the place of each node, in the order of their ranks.
         peers: the first message of each agent, by the number of its node.
-        restart: the number of the round, from 0.
         topology: the coordinator's node.
         store_at: the coordinator's address for the store; see `store_address`.
         job: the job's identity.
-        serve_store: whether the coordinator's agent serves torch's store.
 
     Raises:
         RendezvousError: no port for the store is free.
     """
-    own, first = topology.node_rank, nodes[0]
+    working = [peers[node] for node, world in worlds.items() if world.nproc]
+    first, round_ = working[0], worlds[working[0].node_rank]
     store: socket.socket | None = None
-    if serve_store:
+    if round_.agent_store:
         address = store_at
         store = membership.listen(address, [0], alone=topology.nnodes == 1)
         port = int(store.getsockname()[1])
     else:  # a worker binds the port later, so it must not be ephemeral
-        address = store_at if first == own else peers[first].address
-        port = candidate_ports(f"{job.job_id}\0{restart}", job.attempt)[0]
-    working = [peers[node] for node in nodes]
-    *first_ranks, world_size = [0, *accumulate(peer.nproc for peer in working)]
+        address = store_at if first.node_rank == topology.node_rank else first.address
+        port = candidate_ports(f"{job.job_id}\0{round_.restart}", job.attempt)[0]
     # One endpoint per worker. A node holds one more, which rank 0 binds for its framework.
     held = all(len(peer.endpoints) > peer.nproc for peer in working)
     of_all = [each for peer in working for each in peer.endpoints[: peer.nproc]]
     endpoints = worker_variables.endpoint_list(of_all) if held else ""
-    tasks = slurm_env.tasks_per_node([peer.nproc for peer in working])
-    step_nodes = slurm_env.nodes_of_round([peer.host for peer in working], os.environ)
-
-    def world(peer: messages.Hello, node_rank: int, first_rank: int, nproc: int) -> World:
-        return World(
-            restart,
-            address,
-            master_port=port,
-            agent_store=serve_store,
-            node_rank=node_rank,
-            nnodes=len(nodes),
-            nproc=nproc,
-            first_rank=first_rank,
-            world_size=world_size,
-            endpoints_master=working[0].endpoints[-1] if held else "",
-            endpoints=endpoints if peer.wants_endpoints else "",
-            own_endpoints=",".join(peer.endpoints[:nproc]),
-            tasks_per_node=tasks,
-            step_nodes=step_nodes,
-        )
-
-    worlds = {
-        peer.node_rank: world(peer, node_rank, first_rank=rank, nproc=peer.nproc)
-        for node_rank, (peer, rank) in enumerate(zip(working, first_ranks, strict=True))
+    common: dict[str, Any] = {
+        "master_addr": address,
+        "master_port": port,
+        "endpoints_master": first.endpoints[-1] if held else "",
+        "tasks_per_node": slurm_env.tasks_per_node([peer.nproc for peer in working]),
+        "step_nodes": slurm_env.nodes_of_round([peer.host for peer in working], os.environ),
     }
-    if serve_store and own not in worlds:
-        worlds[own] = world(peers[own], len(nodes), first_rank=world_size, nproc=0)
-    return worlds, store
+    found = {
+        node: replace(
+            world,
+            **common,
+            endpoints=endpoints if peers[node].wants_endpoints else "",
+            own_endpoints=",".join(peers[node].endpoints[: world.nproc]),
+        )
+        for node, world in worlds.items()
+    }
+    return found, store

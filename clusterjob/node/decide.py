@@ -13,6 +13,7 @@ import signal
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import accumulate
 from typing import Any
 
 from clusterjob.node.contract import World
@@ -83,7 +84,6 @@ class Stage(enum.Enum):
 
     WAIT = "wait"  # for the nodes of a round
     MEASURE = "measure"  # the nodes before the first round
-    START = "start"  # a round: the caller binds its store's port, and calls `begin`
     RUN = "run"
     COLLECT = "collect"  # the stacks of a round that is to be stopped
     STOP = "stop"  # the workers of a round
@@ -98,6 +98,7 @@ class Job:
     Attributes:
         nnodes: the number of all nodes, spare ones included.
         own: the coordinator's node.
+        serves_store: whether that node serves torch's store, with or without workers.
         moves: whether another node may become the coordinator.
         asks_slurm: whether Slurm tells the other half of a split job that this node is down.
     """
@@ -106,6 +107,7 @@ class Job:
     nnodes: int
     own: int = 0
     attempt: int = 0
+    serves_store: bool = True
     moves: bool = False
     asks_slurm: bool = False
 
@@ -212,7 +214,7 @@ class Run:
 
     Attributes:
         began: when its workers were started.
-        worlds: the place of each node.
+        worlds: the place of each node; the caller adds the address of the store.
         running: whether the workers of all nodes have been started.
         answers: the newest recorded answer of each node about missing ranks.
         note: which ranks still run long after the others have succeeded; empty before.
@@ -267,7 +269,6 @@ class Ledger(Lasting):
 
     Attributes:
         since: when the stage began.
-        chosen: the nodes of the round that begins, in the order of their ranks.
         gone: nodes that have certainly ended, as the agents of an earlier coordinator know.
         took_over: whether no round has begun since the coordinator moved.
         losses: how many losses of each node are recorded.
@@ -283,7 +284,6 @@ class Ledger(Lasting):
 
     stage: Stage = Stage.WAIT
     since: float = 0.0
-    chosen: tuple[int, ...] = ()
     gone: frozenset[int] = frozenset()
     took_over: bool = False
     losses: Mapping[int, int] = field(default_factory=dict)
@@ -367,19 +367,6 @@ def choose(
     # Another node takes the place of a lost one.
     places = [node if node in kept else next(others, None) for node in nodes[:wanted]]
     return [node for node in (*places, *others) if node is not None][:wanted]
-
-
-def begin(
-    job: Job, ledger: Ledger, view: View, now: float, worlds: Mapping[int, World]
-) -> Decision:
-    """Return what follows after the START of a round.
-
-    The caller has made `worlds`, the place of each node; a node without workers may serve the
-    store.
-    """
-    step = _Step(job, view, now, Decision(ledger))
-    step.begin(worlds)
-    return step.decision
 
 
 def take_over(job: Job, ledger: Ledger, view: View, now: float, lost: Failure) -> Decision:
@@ -768,7 +755,7 @@ class _Step:
         elif tied and not self.view.slurm_up:
             self.go(Stage.RESIGN)
         else:
-            self.go(Stage.START, chosen=tuple(self.chosen()))
+            self.begin()
 
     def measure(self) -> None:
         """Wait for the measures; leave slow nodes out, if there are enough others."""
@@ -858,24 +845,39 @@ class _Step:
 
     # -- the begin of a round ----------------------------------------------------------------------
 
-    def begin(self, worlds: Mapping[int, World]) -> None:
-        ledger, options = self.ledger, self.job.options
-        nodes = tuple(node for node, world in worlds.items() if world.nproc)
-        here = tuple(sorted(node for node, each in self.view.nodes.items() if each.here))
-        first = ledger.first_started is None
+    def begin(self) -> None:
+        ledger, options, nodes, own = self.ledger, self.job.options, self.view.nodes, self.job.own
+        number, end, chosen = ledger.round + 1, ledger.end, self.chosen()
+        *first_ranks, world_size = accumulate((nodes[node].nproc for node in chosen), initial=0)
+        worlds = {
+            node: World(
+                number,
+                "",
+                0,
+                agent_store=self.job.serves_store,
+                node_rank=index,
+                nnodes=len(chosen),
+                nproc=nodes[node].nproc,
+                first_rank=first_ranks[index],
+                world_size=world_size,
+            )
+            for index, node in enumerate(chosen)
+        }
+        if self.job.serves_store and own not in worlds:
+            last = worlds[chosen[-1]]
+            worlds[own] = replace(last, node_rank=len(chosen), nproc=0, first_rank=world_size)
+        here = tuple(sorted(node for node, each in nodes.items() if each.here))
         deadline = ledger.deadline
-        if first and options.time_limit is not None:
+        if ledger.first_started is None and options.time_limit is not None:
             deadline = self.now + options.join_timeout + options.time_limit
-        number, end = ledger.round + 1, ledger.end
         if end is not None:
             most = policy.most_restarts(options, self.job.nnodes)
             self.say(f"restart {number} of {most}: {end.reason}")
             self.add("restart", restart=number, why=end.reason)
-        world = worlds[nodes[0]]
         self.go(
             Stage.RUN,
             round=number,
-            nodes=nodes,
+            nodes=tuple(chosen),
             groups=(*ledger.groups[:1], Members(here, self.job.own)),
             gone=frozenset(),
             took_over=False,
@@ -889,10 +891,9 @@ class _Step:
             "started",
             attempt=self.job.attempt,
             restart=number,
-            world_size=world.world_size,
-            nodes=list(nodes),
+            world_size=world_size,
+            nodes=chosen,
             wanted=self.wanted,
-            master_port=world.master_port,
             preload=options.preloads_torch,
         )
 

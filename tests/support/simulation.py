@@ -961,7 +961,7 @@ class Coordinator:
         self.apply(core.decide(self.job, self.ledger, view, self.sim.now))
 
     def apply(self, decision: Any) -> None:
-        sim = self.sim
+        sim, before = self.sim, self.ledger.round
         self.ledger = decision.ledger
         for number, why in decision.dropped.items():
             link = self.links[number]
@@ -969,11 +969,8 @@ class Coordinator:
             link.reset()
         for name, fields in decision.events:
             sim.say(f"[{self.machine.number}] {name} {fields}")
-        if self.ledger.stage is Stage.START:
-            view = View(self.nodes, time=f"{sim.now:.3f}")
-            worlds = self.worlds()
-            self.apply(core.begin(self.job, self.ledger, view, sim.now, worlds))
-            return
+        if self.ledger.run.worlds and self.ledger.round != before:
+            self.check_round()
         if self.ledger.stage is Stage.RESIGN:
             sim.say(f"coordinator {self.machine.number} resigns")
             agent = self.agent
@@ -991,26 +988,16 @@ class Coordinator:
         if decision.due < float("inf"):
             self.plan(max(decision.due - sim.now, 0.001))
 
-    def worlds(self) -> dict[int, World]:
-        chosen = self.ledger.chosen
-        sim, worlds, first = self.sim, {}, 0
-        size = sum(self.nodes[number].nproc for number in chosen)
-        for rank, number in enumerate(chosen):
+    def check_round(self) -> None:
+        """Check that a new round begins with its nodes."""
+        sim, nodes = self.sim, self.ledger.nodes
+        for number in nodes:
             node = self.nodes[number]
             if not node.here or not node.state.idle:
                 raise Violation(f"round starts without node {number}")
-            worlds[number] = World(
-                self.ledger.round + 1, "addr", 1, True, rank, len(chosen), node.nproc, first, size
-            )
-            first += node.nproc
-        if self.machine.number not in worlds:
-            worlds[self.machine.number] = World(
-                self.ledger.round + 1, "addr", 1, True, len(chosen), len(chosen), 0, size, size
-            )
-        if len(chosen) < min(sim.options.min_nodes or 1, len(sim.machines)):
+        if len(nodes) < min(sim.options.min_nodes or 1, len(sim.machines)):
             raise Violation("too few nodes")
-        sim.say(f"coordinator {self.machine.number} starts round on {chosen}")
-        return worlds
+        sim.say(f"coordinator {self.machine.number} starts round on {nodes}")
 
     def send_orders(self) -> None:
         heirs = [number for number in sorted(self.nodes) if self.nodes[number].here]

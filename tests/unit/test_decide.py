@@ -14,7 +14,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from clusterjob.node import decide as core
-from clusterjob.node.contract import World
 from clusterjob.node.decide import MOST_NODES, Decision, Job, Ledger, Loss, Node, Stage, View
 from clusterjob.node.options import LaunchOptions
 from clusterjob.node.program import Program
@@ -92,22 +91,10 @@ class Cluster:
         self.say(number, failing=tuple(Failing(each, age, exited=exited) for each in found))
 
     def decide(self, seconds: float = 0.0) -> Stage:
-        """Let time pass, decide, and begin the round that follows; return the stage."""
+        """Let time pass, and decide; return the stage."""
         self.now += seconds
         self._take(core.decide(self.job, self.ledger, self._view(), self.now))
-        if self.ledger.stage is Stage.START:
-            worlds, first = {}, 0
-            chosen = self.ledger.chosen
-            size = sum(self.nodes[node].nproc for node in chosen)
-            for rank, number in enumerate(chosen):
-                nproc = self.nodes[number].nproc
-                worlds[number] = World(
-                    self.ledger.round + 1, "gpu0", 29500, agent_store=True, node_rank=rank,
-                    nnodes=len(chosen), nproc=nproc, first_rank=first, world_size=size,
-                )  # fmt: skip
-                first += nproc
-            self._take(core.begin(self.job, self.ledger, self._view(), self.now, worlds))
-        elif self.honest and not self.dropped:  # at the same moment, nothing changes any more
+        if self.honest and not self.dropped:  # at the same moment, nothing changes any more
             orders = self.orders() if self.ledger.stage is not Stage.END else {}
             again = core.decide(self.job, self.ledger, self._view(), self.now)
             expected = Decision(self.ledger, due=again.due, asks_slurm=again.asks_slurm)
@@ -221,6 +208,29 @@ def test_round_begins_when_all_nodes_are_there_and_succeeds_when_all_workers_hav
     cluster.finish()
     assert (cluster.ledger.stage, cluster.end.state) == (Stage.END, JobState.SUCCEEDED)
     assert [each.kind for each in cluster.ledger.rounds] == [""]
+
+
+def test_nodes_of_unequal_size_get_consecutive_ranks() -> None:
+    cluster = Cluster(3)
+    for number, nproc in enumerate((1, 3, 2)):
+        cluster.join(number, nproc=nproc)
+    cluster.run()
+    found = cluster.ledger.run.worlds.values()
+    assert [(each.node_rank, each.first_rank, each.nproc) for each in found] == [
+        (0, 0, 1), (1, 1, 3), (2, 4, 2),
+    ]  # fmt: skip
+    assert {(each.nnodes, each.world_size) for each in found} == {(3, 6)}
+
+
+@pytest.mark.parametrize("serves_store", [True, False])
+def test_coordinator_without_workers_serves_the_store(serves_store: bool) -> None:
+    cluster = Cluster(3, spares=1, max_restarts=1)
+    cluster.job = replace(cluster.job, own=2, serves_store=serves_store)
+    cluster.run()
+    worlds = cluster.ledger.run.worlds
+    assert list(worlds) == ([0, 1, 2] if serves_store else [0, 1])
+    if serves_store:
+        assert replace(worlds[2], node_rank=1, first_rank=1, nproc=1) == worlds[1]
 
 
 def test_workers_that_ended_without_success_or_failure_are_no_success() -> None:
