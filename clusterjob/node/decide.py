@@ -760,11 +760,8 @@ class _Step:
     def measure(self) -> None:
         """Wait for the measures; leave slow nodes out, if there are enough others."""
         ledger, nodes = self.ledger, self.view.nodes
-        end = cancellation(nodes)
-        if end is None and ledger.warned is not None:
-            end = self.preempted(_NOT_STARTED)
-        if end is not None:
-            self.finish(end)
+        if ledger.warned is not None or cancellation(nodes) is not None:
+            self.go(Stage.WAIT)  # which ends the job
             return
         assert ledger.measure is not None
         here = [node for node in ledger.measure.nodes if nodes[node].here]

@@ -176,23 +176,6 @@ def test_same_error_in_earlier_attempt_of_job_is_not_retried() -> None:
     assert not Restarts(5, earlier=earlier).after(FailureKind.CODE, **error).retry
 
 
-@pytest.mark.parametrize(
-    ("kind", "retried", "more"),
-    [
-        ("code", False, {"message": "SyntaxError: invalid syntax (train.py, line 3)"}),
-        ("code", False, {"message": "IndentationError: unexpected indent (train.py, line 3)"}),
-        ("exit_code", False, {"exit_code": 2, "last_lines": ("usage: t.py [-h]", "error: no")}),
-        ("exit_code", False, {"exit_code": 2, "last_lines": ("Usage: t.py [OPTIONS]", "Error")}),
-        ("exit_code", True, {"exit_code": 3, "last_lines": ("usage: t.py [-h]",)}),
-        ("exit_code", True, {"exit_code": 2, "last_lines": ("the usage is 80 %",)}),
-    ],
-)
-def test_certain_bug_is_not_retried_at_once(kind: str, retried: bool, more: dict[str, Any]) -> None:
-    decision = Restarts(3).after(FailureKind(kind), **more)
-    assert decision.retry is retried
-    assert decision.why.endswith("it would fail again") is not retried
-
-
 def test_retry_has_its_own_count_for_its_kind() -> None:
     own = Restarts(1, "device:2", "code:0", "import:1")
     assert own.most == 4

@@ -83,9 +83,6 @@ RULES: dict[FailureKind, Rule] = {
 }
 
 _LONGEST_PAUSE = 60.0  # seconds
-_SYNTAX = re.compile(r"(?:SyntaxError|IndentationError|TabError)\b")
-_WRONG_ARGUMENTS = 2  # the exit code of argparse and click
-_USAGE = re.compile(r"usage: ", re.IGNORECASE)
 _END = re.compile(r" \((?:exited with code \d+|killed by SIG\w+)\)")
 _NUMBERS = re.compile(r"0x[0-9a-f]+|\d+", re.IGNORECASE)  # addresses, steps, ranks, pids
 
@@ -180,14 +177,6 @@ def _why_not(failure: Failure, rule: Rule, earlier: Sequence[RoundEnd]) -> str:
     """Return why the same failure would follow a restart; empty if it is not proven."""
     if rule.why:
         return rule.why
-    if failure.kind is FailureKind.CODE and _SYNTAX.match(failure.message):
-        return f"{failure.message.partition(':')[0]}: {_AGAIN}"
-    if (
-        failure.kind is FailureKind.EXIT_CODE
-        and failure.exit_code == _WRONG_ARGUMENTS
-        and any(map(_USAGE.match, failure.last_lines))
-    ):
-        return f"its arguments are wrong: {_AGAIN}"
     # Without a rank, it is the loss of a forkserver or a store, which any node may suffer.
     unstartable = failure.kind is FailureKind.LAUNCH and failure.rank is not None
     if rule.once and (failure.where or unstartable) and error_of(failure) in map(error_of, earlier):
