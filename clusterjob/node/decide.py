@@ -392,9 +392,7 @@ def orders(job: Job, ledger: Ledger, nodes: Mapping[int, Node]) -> Iterator[tupl
         shared = replace(shared, report=run.polled is not None, sample=run.sample)
     elif ledger.stage is Stage.MEASURE:
         shared = replace(shared, measure=ledger.measure)
-    collecting = shared
-    if ledger.stage is Stage.COLLECT:
-        collecting = replace(shared, collect=True, dumps=_is_hang(ledger.ending))
+    collects = ledger.stage is Stage.COLLECT
     questions = _questions(ledger, nodes)
     gave_up = any(probe.gave_up for probe in questions.values())
     answers = {} if gave_up else _answers(questions, ledger, nodes)
@@ -403,16 +401,16 @@ def orders(job: Job, ledger: Ledger, nodes: Mapping[int, Node]) -> Iterator[tupl
         if not node.here:
             continue
         order = shared
-        if ledger.stage is Stage.COLLECT and node_rank in run.collect_from:
-            order = collecting
         # An agent that was started again since has no workers of this round.
         in_round = node_rank in run.worlds and node.joined_at <= run.began
-        if ledger.stage in (Stage.RUN, Stage.COLLECT) and in_round:
+        if in_round and ledger.stage in (Stage.RUN, Stage.COLLECT):
             order = replace(
-                order,
+                shared,
                 world=run.worlds[node_rank],
                 probe=questions.get(node_rank),
                 found=found if _missing(node, ledger) is not None else (),
+                collect=collects and node_rank in run.collect_from,
+                dumps=collects and _is_hang(ledger.ending),
             )
         yield node_rank, order
 
@@ -778,16 +776,16 @@ class _Step:
         slow = {node: found[node] for node in sorted(found) if node in here}
         self.change(slow=slow)
         for node, why in slow.items():
-            self._avoid(self._launch_failure(node, why))
+            self._avoid(self._failure_of(node, why, FailureKind.LAUNCH))
         if self.job.options.preflight == "refuse" and slow.keys() & set(self.chosen()):
             text = f"preflight: {'; '.join(slow_lines(self.ledger, nodes)[:_MOST_NAMED])}"
-            self.finish(Verdict.of_failure(self._launch_failure(min(slow), text)))
+            failure = self._failure_of(min(slow), text, FailureKind.LAUNCH)
+            self.finish(Verdict.of_failure(failure))
         else:
             self.go(Stage.WAIT)
 
-    def _launch_failure(self, node: int, why: str) -> Failure:
-        host = self.view.nodes[node].host
-        return Failure.of_node(node, host, message=why, kind=FailureKind.LAUNCH)
+    def _failure_of(self, node: int, why: str, kind: FailureKind) -> Failure:
+        return Failure.of_node(node, self.view.nodes[node].host, message=why, kind=kind)
 
     def _wait_is_over(self) -> bool:
         usable = self.usable()
@@ -924,10 +922,9 @@ class _Step:
             return self.preempted("its workers left to be queued again")
         for node in here:  # the absence of a failure is no success
             if len(node.state.succeeded) < node.nproc:
-                text = "its workers were killed"
                 kind = FailureKind.PROCESS_LOST
-                failure = Failure.of_node(node.node_rank, node.host, message=text, kind=kind)
-                return Verdict.of_failure(failure)
+                killed = self._failure_of(node.node_rank, "its workers were killed", kind)
+                return Verdict.of_failure(killed)
         return Verdict(JobState.SUCCEEDED, 0)
 
     def _why_end(
@@ -1081,10 +1078,8 @@ class _Step:
         self.change_run(alive=alive)
         answered = all(node.state.sampled == run.sample for node in living)
         if answered and run.sampled - alive >= timeout:
-            own = self.view.nodes[self.job.own]
             why = f"no progress for {timeout:g}s"
-            kind = FailureKind.HANG
-            failure = Failure.of_node(own.node_rank, own.host, message=why, kind=kind)
+            failure = self._failure_of(self.job.own, why, FailureKind.HANG)
             return replace(Verdict.of_failure(failure), reason=why)  # until its rank is known
         due = max(alive, run.sampled) + interval
         if not answered:
