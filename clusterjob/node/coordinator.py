@@ -198,14 +198,15 @@ class Coordinator:
 
     def _view(self) -> View:
         ledger, waits = self._ledger, self._ledger.stage is Stage.WAIT
-        refused = ends.refusals(self._job_dir, self._identity.attempt) if waits else []
+        found = ends.refusals(self._job_dir, self._identity.attempt) if waits else []
+        refused = next(iter(found), None)
         if waits and ledger.round < 0:  # later, who may not join is nobody that the job waits for
-            refused = self.membership.refusals or refused
+            refused = self.membership.refusal or refused
         ended: frozenset[int] = frozenset()
         nodes = [self._nodes[node] for node in ledger.nodes if node in self._nodes]
         if waits and not all(node.here for node in nodes):
-            found = ends.written(self._job_dir, self._identity.attempt)
-            ended = frozenset(end["node_rank"] for end in found)
+            written = ends.written(self._job_dir, self._identity.attempt)
+            ended = frozenset(end["node_rank"] for end in written)
         return View(
             self._nodes,
             time=now(),
@@ -226,7 +227,7 @@ class Coordinator:
             self._node.print_line(line)
         for name, fields in decision.events:
             self._events.add(name, **fields)
-            self._notify(name, fields, before.end)
+            self._notify(name, fields, before)
             if name == "avoid":
                 ends.avoid(self._job_dir, fields["host"])
         for node, why in decision.dropped.items():
@@ -247,26 +248,23 @@ class Coordinator:
             )
         self._keep_state()
 
-    def _notify(self, name: str, fields: dict[str, Any], end: Verdict | None) -> None:
+    def _notify(self, name: str, fields: dict[str, Any], before: Ledger) -> None:
         if self._notifier is None:
             return
         if name == "restart":
-            failure = end.failure if end is not None else None
-            most = policy.most_restarts(self._job.options, self._topology.nnodes)
-            self._notifier.restarts(fields["restart"], most, fields["why"], failure=failure)
+            number, most, failure = fields["restart"], fields["most"], before.ending.failure
+            self._notifier.restarts(number, most, fields["why"], failure=failure)
         elif name == "started" and self._ledger.round == 0:
             self._notifier.started(len(fields["nodes"]), fields["world_size"])
 
     def _send_orders(self) -> None:
-        for node, wanted in core.orders(self._job, self._ledger, self._nodes):
-            order = wanted
-            serves = order.world is not None or order.measure is not None
-            if node == self._job.own and serves and self._store is not None:
-                order = OrderWithStore(**vars(order), store=self._store)
-            peer = self._peers[node]
-            if peer.order is not order and peer.order != order:
-                peer.order = order
-                peer.send(order)
+        for node, order in core.orders(self._job, self._ledger, self._nodes):
+            peer, wanted = self._peers[node], order
+            if node == self._job.own and (order.world is not None or order.measure is not None):
+                wanted = OrderWithStore(**vars(order), store=self._store)
+            if peer.order is not wanted and peer.order != wanted:
+                peer.order = wanted
+                peer.send(wanted)
 
     # -- the begin of a round ----------------------------------------------------------------------
 
@@ -403,11 +401,9 @@ class Coordinator:
 
     def _keep_state(self) -> None:
         """Keep the ledger for another coordinator when a round begins, and when it has changed."""
-        ledger = self._ledger
-        if not self._job.options.restarts or ledger.stage is not Stage.RUN:
-            return
+        ledger, restarts = self._ledger, self._job.options.restarts
         known = (ledger.round, ledger.groups, ledger.deadline)
-        if known == self._kept:
+        if not restarts or ledger.stage is not Stage.RUN or known == self._kept:
             return
         self._kept = known
         moment = time.monotonic()

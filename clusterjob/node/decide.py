@@ -176,7 +176,7 @@ class View:
     Attributes:
         nodes: the agents that have joined, by the number of their node.
         time: the time for records, RFC 3339.
-        refused: the failures of nodes that may not join, or cannot start.
+        refused: a node that may not join, or cannot start, as a failure.
         ended: the nodes whose end is recorded in the job's directory.
         slurm_up: whether Slurm says that the coordinator's node is up; None if it was not asked.
         stalled: seconds for which the coordinator's process did not run lately.
@@ -186,7 +186,7 @@ class View:
 
     nodes: Mapping[int, Node]
     time: str = ""
-    refused: Sequence[Failure] = ()
+    refused: Failure | None = None
     ended: frozenset[int] = frozenset()
     slurm_up: bool | None = None
     stalled: float = 0.0
@@ -719,7 +719,7 @@ class _Step:
         ledger, now, first = self.ledger, self.now, self.ledger.end is None
         self.wake(now + _DISK_SECONDS)
         refused = self.view.refused
-        end = Verdict.of_failure(refused[0]) if refused else cancellation(self.view.nodes)
+        end = Verdict.of_failure(refused) if refused else cancellation(self.view.nodes)
         if end is not None:
             self.finish(end)
             return
@@ -868,7 +868,7 @@ class _Step:
         if end is not None:
             most = policy.most_restarts(options, self.job.nnodes)
             self.say(f"restart {number} of {most}: {end.reason}")
-            self.add("restart", restart=number, why=end.reason)
+            self.add("restart", restart=number, most=most, why=end.reason)
         self.go(
             Stage.RUN,
             round=number,

@@ -264,7 +264,7 @@ def test_elastic_round_waits_5_s_for_more_nodes() -> None:
 
 def test_node_that_is_refused_or_lost_before_the_first_round_ends_the_job() -> None:
     cluster = Cluster(2)
-    cluster.view["refused"] = [failure(None, node=1, message="claimed twice")]
+    cluster.view["refused"] = failure(None, node=1, message="claimed twice")
     assert cluster.decide() is Stage.END
     assert cluster.end.reason == "node 1 (host gpu1): claimed twice"
     other = Cluster(2)

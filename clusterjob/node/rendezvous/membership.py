@@ -152,8 +152,8 @@ class Membership:
             another one joins for its node.
         inbox: (peer, message) in order of arrival: `Hello` first, `ConnectionLost` when an agent is
             gone.
-        refusals: agents of this job that may not join, such as a second one with the same
-            node_rank.
+        refusal: the first agent of this job that may not join, such as a second one with the same
+            node_rank, as a failure.
         stalls: the times for which this process itself did not run.
     """
 
@@ -162,7 +162,7 @@ class Membership:
     ) -> None:
         self.peers: dict[int, Peer] = {}
         self.inbox: asyncio.Queue[tuple[Peer, Any]] = asyncio.Queue()
-        self.refusals: list[Failure] = []
+        self.refusal: Failure | None = None
         self._nnodes = nnodes
         self._own = own
         self._options = options
@@ -278,8 +278,8 @@ class Membership:
                     f" by {first.hello.host} (pid {first.hello.pid}) and by {host} (pid {pid})"
                 )
         if problem:
-            if len(self.refusals) < _MAX_REJECTED:
-                self.refusals.append(Failure.of_node(node_rank, host, message=problem))
+            refusal = Failure.of_node(node_rank, host, message=problem)
+            self.refusal = self.refusal or refusal
             raise protocol.RefusedError(problem)
         peer = self.peers[node_rank] = Peer(hello, send, heard_at=time.monotonic())
         if len(self.peers) == self._nnodes:

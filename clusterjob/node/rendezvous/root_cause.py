@@ -27,7 +27,6 @@ EXIT_TIMEOUT = 5.0
 # this many seconds after the failures that it causes.
 _LATE_EXIT_SECONDS = 2.0
 
-_UNNAMED = "in a collective"
 _SHOWN_FRAMES = 19  # of the rank that a verdict about a hang names
 
 Key = tuple[int, "int | None"]  # node_rank, local_rank
@@ -137,21 +136,13 @@ def _as_cause(exits: Sequence[Failure], seconds: float, effects: Sequence[Failur
     """
     before = f"{seconds:.1f} s before" if seconds >= 0.05 else "at that moment"
     also = f", as {_named(exits[1:])} did" if exits[1:] else ""
-    calls: dict[str, list[Failure]] = {}
-    for effect in effects:
-        name = failure_texts.collective(effect.last_lines)
-        calls.setdefault(f"in {name}" if name else _UNNAMED, []).append(effect)
-    if len(calls) > 1:  # the traceback of a rank that was stopped may be incomplete
-        calls.pop(_UNNAMED, None)
-    clauses = [
-        f"{_named(ranks)} {'was' if len(ranks) == 1 else 'were'} {call}"
-        for call, ranks in calls.items()
-    ]
-    return replace(
-        exits[0],
-        kind=FailureKind.EARLY_EXIT,
-        message=f"ended with exit code 0 {before}{also}; {', '.join(clauses)}",
-    )
+    calls = {effect: failure_texts.collective(effect.last_lines) for effect in effects}
+    # The traceback of a rank that was stopped may be incomplete.
+    known = [effect for effect, call in calls.items() if call] or effects
+    where = ", ".join(sorted({calls[effect] or "a collective" for effect in known}))
+    text = f"{_named(known)} {'was' if len(known) == 1 else 'were'} in {where}"
+    message = f"ended with exit code 0 {before}{also}; {text}"
+    return replace(exits[0], kind=FailureKind.EARLY_EXIT, message=message)
 
 
 def _named(failures: Sequence[Failure]) -> str:
