@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import shutil
 import socket
 import time
 from collections.abc import Callable, Iterable, Mapping
@@ -98,7 +99,7 @@ class Coordinator:
             attempt=identity.attempt,
             serves_store=options.launcher == "agent" and identity.has_torch,
             moves=succession.may_move(node),
-            asks_slurm=topology.source == slurm_env.SOURCE and succession.has_scontrol(),
+            asks_slurm=topology.source == slurm_env.SOURCE and bool(shutil.which("scontrol")),
         )
         self._nodes: dict[int, Node] = {}
         self._ledger = Ledger(since=time.monotonic())

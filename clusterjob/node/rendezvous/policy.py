@@ -206,8 +206,8 @@ def begin_attempt(options: LaunchOptions, job_dir: Path, attempt: int) -> thread
         known = _progress(job_dir)
         if not options.until_done or known.get("attempt") == attempt:  # on another node
             return
-        found = newest(Path(options.checkpoint_dir))[0] if options.checkpoint_dir else 0
-        _write_progress(job_dir, known | {"attempt": attempt, "newest": found})
+        found = newest(Path(options.checkpoint_dir)) if options.checkpoint_dir else None
+        _write_progress(job_dir, known | {"attempt": attempt, "newest": found or 0})
         ends.note_started(job_dir, attempt)
 
     return _in_thread(begin)
@@ -266,14 +266,10 @@ def end_attempt(
 
 def _is_newer(directory: Path, before: int) -> bool:
     """Return whether a file has changed since then; True if that cannot be found out in time."""
-    found: list[bool] = []
-
-    def look() -> None:
-        latest, complete = newest(directory)
-        found.append(latest > before or not complete)
-
-    _in_thread(look).join(_WALK_TIMEOUT)
-    return not found or found[0]
+    found: list[int | None] = []
+    _in_thread(lambda: found.append(newest(directory))).join(_WALK_TIMEOUT)
+    latest = found[0] if found else None
+    return latest is None or latest > before
 
 
 def _progress(job_dir: Path) -> dict[str, Any]:
@@ -288,8 +284,8 @@ def _write_progress(job_dir: Path, data: dict[str, Any]) -> None:
         files.write_json(ends.directory(job_dir) / "progress.json", data)
 
 
-def newest(directory: Path) -> tuple[int, bool]:
-    """Return the latest change of a file below a directory, and whether all were looked at.
+def newest(directory: Path) -> int | None:
+    """Return the latest change of a file below a directory; None if there are too many files.
 
     Args:
         directory: the directory; links in it are not followed.
@@ -299,12 +295,12 @@ def newest(directory: Path) -> tuple[int, bool]:
         for name in names:
             looked_at += 1
             if looked_at > _MAX_FILES:
-                return latest, False
+                return None
             if _NO_CHECKPOINT.search(name):
                 continue
             with contextlib.suppress(OSError):  # removed meanwhile
                 latest = max(latest, os.lstat(os.path.join(root, name)).st_mtime_ns)
-    return latest, True
+    return latest
 
 
 def _may_continue(verdict: Verdict, *, signalled: bool) -> bool:

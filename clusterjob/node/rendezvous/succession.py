@@ -11,7 +11,6 @@ from __future__ import annotations
 import contextlib
 import os
 import re
-import shutil
 import subprocess
 import time
 from collections.abc import Iterable, Mapping, Set
@@ -44,15 +43,6 @@ def remove_state(job_dir: Path) -> None:
     """Remove the state of a job that has ended."""
     with contextlib.suppress(OSError):
         (job_dir / COORDINATOR).unlink(missing_ok=True)
-
-
-def read_state(job_dir: Path, attempt: int) -> CoordinatorState | None:
-    """Return the state of this attempt; None if no round of it was started."""
-    try:
-        state = _STATE.decode(files.read_json(job_dir / COORDINATOR))
-    except (OSError, MalformedMessageError):
-        return None
-    return state if state.attempt == attempt else None
 
 
 # Platforms on which every node of the job can be reached under the address that it has.
@@ -132,11 +122,6 @@ def slurm_says_down(host: str) -> bool | None:
     return None
 
 
-def has_scontrol() -> bool:
-    """Return whether this machine can ask Slurm."""
-    return shutil.which("scontrol") is not None
-
-
 def may_move(node: NodeJob) -> bool:
     """Return whether another node can coordinate: with restarts, and without a fixed address."""
     topology, restarts = node.topology, node.options.restarts
@@ -164,8 +149,11 @@ def from_disk(job_dir: Path, attempt: int, why: str) -> Earlier | None:
         attempt: the job's attempt.
         why: how that agent ended.
     """
-    state = read_state(job_dir, attempt)
-    if state is None or ends.has_result(job_dir, attempt):
+    try:
+        state = _STATE.decode(files.read_json(job_dir / COORDINATOR))
+    except (OSError, MalformedMessageError):
+        return None
+    if state.attempt != attempt or ends.has_result(job_dir, attempt):
         return None
     # The last round may have ended since the state was written.
     rounds = events.ended_rounds(job_dir, running=True)
