@@ -1175,7 +1175,7 @@ class _Step:
             end = Verdict.of_failure(root or end.failure)
         if not _is_recorded(self.job, ledger):
             self._record(end)
-        decision = policy.Decision()
+        decision = policy.Restart()
         if end.failure is not None:
             rounds, job = self.ledger.rounds[:-1], self.job
             decision = policy.decide(end.failure, job.options, rounds, job.attempt, job.nnodes)

@@ -16,7 +16,7 @@ from clusterjob.node.logs.job_dir import EVENTS, moved_events
 from clusterjob.node.options import LaunchOptions, Retry, parse
 from clusterjob.node.program import Program
 from clusterjob.node.rendezvous import policy
-from clusterjob.node.rendezvous.policy import Decision
+from clusterjob.node.rendezvous.policy import Restart
 from clusterjob.node.verdict import Failure, FailureKind, JobState, RoundEnd, Verdict, bounded
 
 MACHINE = ("device", "disk", "network", "node_lost", "launch")
@@ -52,7 +52,7 @@ class Restarts:
         )
         self.nnodes, self.rounds = free + 1, list(earlier)
 
-    def after(self, kind: FailureKind, message: str = "boom", **more: Any) -> Decision:
+    def after(self, kind: FailureKind, message: str = "boom", **more: Any) -> Restart:
         failure = replace(FAILURE, kind=kind, message=message, **more)
         decision = policy.decide(failure, self.options, self.rounds, 0, self.nnodes)
         if decision.retry:
@@ -76,10 +76,10 @@ def round_end(kind: str, attempt: int = 0, restart: int = 0, **more: Any) -> Rou
 def test_each_kind_is_restarted_once_with_max_restarts_1_unless_it_would_repeat(
     kind: FailureKind,
 ) -> None:
-    assert Restarts(0).after(kind) == Decision()
+    assert Restarts(0).after(kind) == Restart()
     why = policy.RULES[kind].why
     assert bool(why) == (kind.value in ("import", "oom_host", "oom_device"))
-    expected = Decision(why=why) if why else Decision(retry=True, avoid=kind.value in MACHINE)
+    expected = Restart(why=why) if why else Restart(retry=True, avoid=kind.value in MACHINE)
     own = Restarts(1)
     assert own.after(kind) == expected
     assert own.after(kind).retry is False
@@ -105,7 +105,7 @@ def test_same_launch_error_of_a_second_node_ends_a_job_with_spares() -> None:
     own = Restarts(0, free=3)
     assert own.after(FailureKind.LAUNCH, node_rank=1).retry
     why = "the same error in two attempts: it would fail again"
-    assert own.after(FailureKind.LAUNCH, node_rank=2) == Decision(why=why)
+    assert own.after(FailureKind.LAUNCH, node_rank=2) == Restart(why=why)
 
 
 @pytest.mark.parametrize(
@@ -119,7 +119,7 @@ def test_restarts_of_machines_are_as_many_as_the_job_can_lose(
 
 
 def test_host_is_not_avoided_for_failure_that_only_names_a_lost_peer() -> None:
-    assert Restarts(1).after(FailureKind.NETWORK, effect=True) == Decision(retry=True)
+    assert Restarts(1).after(FailureKind.NETWORK, effect=True) == Restart(retry=True)
 
 
 def test_same_error_at_same_line_in_two_rounds_is_not_retried() -> None:
@@ -128,7 +128,7 @@ def test_same_error_at_same_line_in_two_rounds_is_not_retried() -> None:
     assert own.after(FailureKind.CODE, "ValueError: 7 at 0xAF", **where).retry
     again = own.after(FailureKind.CODE, "ValueError: 8 at 0x1 (exited with code 1)", **where)
     why = "the same error at train.py:12 in two attempts: it would fail again"
-    assert again == Decision(why=why)
+    assert again == Restart(why=why)
 
 
 @pytest.mark.parametrize(
@@ -179,7 +179,7 @@ def test_same_error_in_earlier_attempt_of_job_is_not_retried() -> None:
 def test_retry_has_its_own_count_for_its_kind() -> None:
     own = Restarts(1, "device:2", "code:0", "import:1")
     assert own.most == 4
-    assert own.after(FailureKind.DEVICE) == Decision(retry=True, avoid=True)
+    assert own.after(FailureKind.DEVICE) == Restart(retry=True, avoid=True)
     assert own.retried(2, FailureKind.DEVICE) == [True, False]
     assert own.retried(1, FailureKind.CODE) == [False]
     assert own.retried(1, FailureKind.IMPORT) == [True]
@@ -194,7 +194,7 @@ def test_retry_without_number_means_max_restarts(max_restarts: int, restarts: in
 
 def test_count_of_retry_includes_earlier_attempts() -> None:
     own = Restarts(0, "oom_host:2:mem*1.5")
-    assert own.after(FailureKind.OOM_HOST) == Decision(), "the job is queued again"
+    assert own.after(FailureKind.OOM_HOST) == Restart(), "the job is queued again"
     rounds = [round_end("oom_host", attempt=number) for number in range(3)]
     found = [
         policy.more_memory(failed(FailureKind.OOM_HOST), own.options, rounds[:number])

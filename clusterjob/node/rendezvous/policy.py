@@ -88,7 +88,7 @@ _NUMBERS = re.compile(r"0x[0-9a-f]+|\d+", re.IGNORECASE)  # addresses, steps, ra
 
 
 @dataclass(frozen=True)
-class Decision:
+class Restart:
     """What follows the end of a round.
 
     Attributes:
@@ -110,7 +110,7 @@ def decide(
     earlier: Sequence[RoundEnd],
     attempt: int,
     nnodes: int,
-) -> Decision:
+) -> Restart:
     """Decide what follows a failure.
 
     Args:
@@ -137,12 +137,12 @@ def decide(
         again = used < options.max_restarts or (rule.avoid and machines < free)
         why = _why_not(failure, rule, earlier) if again else ""
     if why or not again:
-        return Decision(why=why)
+        return Restart(why=why)
     # A full disk would soon use all restarts.
     row = len(list(itertools.takewhile(lambda each: RULES[each].pause, [kind, *reversed(here)])))
     pause = min(2.0 ** (row - 2), _LONGEST_PAUSE) if row > 1 else 0.0
     # A failure that only names a lost peer does not show whose node is at fault.
-    return Decision(retry=True, avoid=rule.avoid and not failure.effect, pause=pause)
+    return Restart(retry=True, avoid=rule.avoid and not failure.effect, pause=pause)
 
 
 def more_memory(verdict: Verdict, options: LaunchOptions, rounds: Sequence[RoundEnd]) -> float:
