@@ -217,8 +217,7 @@ class Run:
         worlds: the place of each node; the caller adds the address of the store.
         running: whether the workers of all nodes have been started.
         answers: the newest recorded answer of each node about missing ranks.
-        note: which ranks still run long after the others have succeeded; empty before.
-        unfinished: some of these ranks, by node.
+        unfinished: notes for ranks that still run long after the others have succeeded, by node.
         polled: when the nodes were asked for failures; None before.
         successes: how many ranks have ended with exit code 0, and when the last one did; infinity
             if the ranks that still run were named since.
@@ -236,8 +235,7 @@ class Run:
     worlds: Mapping[int, World] = field(default_factory=dict)
     running: bool = False
     answers: Mapping[int, Probed] = field(default_factory=dict)
-    note: str = ""
-    unfinished: Mapping[int, Sequence[int]] = field(default_factory=dict)
+    unfinished: Mapping[int, Probe] = field(default_factory=dict)
     polled: float | None = None
     successes: tuple[int, float] = (0, 0.0)
     counts: tuple[int, int, bool] = (0, 0, False)
@@ -268,7 +266,7 @@ class Ledger(Lasting):
     """What the coordinator remembers of the job.
 
     Attributes:
-        since: when the stage began.
+        since: when the stage began, or will after a pause.
         gone: nodes that have certainly ended, as the agents of an earlier coordinator know.
         took_over: whether no round has begun since the coordinator moved.
         losses: how many losses of each node are recorded.
@@ -277,7 +275,6 @@ class Ledger(Lasting):
         end: how the round ends or, while the coordinator waits, how the last one ended.
         measure: the order of the preflight, also after it; the caller adds the store.
         slow: the nodes that the preflight has found slow, and why.
-        earliest: when the next round may begin.
         noticed: when the missing nodes were named.
         run: the current round.
     """
@@ -292,7 +289,6 @@ class Ledger(Lasting):
     end: Verdict | None = None
     measure: Measure | None = None
     slow: Mapping[int, str] = field(default_factory=dict)
-    earliest: float = 0.0
     noticed: float = 0.0
     run: Run = field(default_factory=Run)
 
@@ -484,14 +480,14 @@ def _missing(node: Node, ledger: Ledger) -> Missing | None:
     return node.state.missing if node.state.round == ledger.round else None
 
 
-def _questions(ledger: Ledger, nodes: Mapping[int, Node]) -> dict[int, Probe]:
+def _questions(ledger: Ledger, nodes: Mapping[int, Node]) -> Mapping[int, Probe]:
     """Return the question to each node with ranks for which others wait, or that still run."""
     run = ledger.run
     here = (nodes[node] for node in run.worlds if node in nodes)
     waits = [missing for node in here if (missing := _missing(node, ledger)) is not None]
     gave_up = any(missing.gave_up for missing in waits)
-    if run.note and not gave_up:
-        return {node: Probe(tuple(own), note=run.note) for node, own in run.unfinished.items()}
+    if run.unfinished and not gave_up:
+        return run.unfinished
     by_node = run.by_node(rank for missing in waits for rank in missing.ranks) if waits else {}
     return {node: Probe(tuple(own), gave_up) for node, own in by_node.items()}
 
@@ -622,10 +618,9 @@ class _Step:
             if len(node.losses) > ledger.losses.get(node_rank, 0):
                 self._note_loss(node)
         if ledger.warned is None and self.job.options.warning is not None:
-            for request in _requests(nodes.values()):
-                if request.warning:
-                    self._warn(sanitize(request.warning), self.job.options.warning)
-                    break
+            reason = next((each.warning for each in _requests(nodes.values()) if each.warning), "")
+            if reason:
+                self._warn(sanitize(reason), self.job.options.warning)
         groups = self.ledger.groups
         if len(groups) == 2 and all(
             node in nodes and nodes[node].state.seen == ledger.round + 1 for node in groups[1].nodes
@@ -728,7 +723,7 @@ class _Step:
         if late or (ledger.warned is not None and first and over):
             self.finish(self.preempted(_NOT_STARTED))
             return
-        if over and now >= ledger.earliest and now >= self.may_train():
+        if over and now >= ledger.since and now >= self.may_train():
             self._start_if_alone()
             return
         few = len(self.chosen()) < self.least
@@ -817,14 +812,10 @@ class _Step:
         missing = [node for node in range(nnodes) if node not in nodes or not nodes[node].here]
         names = f"node {', '.join(ranges(missing))} of {nnodes}"
         if waited > timeout and missing:
-            few = f"{len(self.chosen())} of {self.least} nodes are left"
-            text = f"{few}, and none came within {timeout:g} s"
-            if first:
-                text = f"{names} never joined within {timeout:g} s"
+            text = f"{names} {'never joined' if first else 'did not return'} within {timeout:g} s"
             failure = Failure.of_node(missing[0], "unknown", message=text)
-            if (
-                not first and (cause := ledger.ending.failure) is not None
-            ):  # it stays the root cause
+            cause = ledger.end.failure if ledger.end is not None else None
+            if cause is not None:  # it stays the root cause
                 failure = replace(cause, message=f"{cause.message}; {text}")
             self.finish(Verdict.of_failure(failure))
         elif missing and self.now - max(ledger.since, ledger.noticed) > _NOTICE_SECONDS:
@@ -1054,8 +1045,11 @@ class _Step:
         still = f"{ranks_text(running)} still run{'s' if len(running) == 1 else ''}"
         text = f"{still}; {ranks_text(ended)} ended {_UNFINISHED_SECONDS:.0f} s ago"
         self.add("unfinished", text=text)
-        by_node = {node: each[:_MOST_NAMED] for node, each in run.by_node(running).items()}
-        self.change_run(successes=(len(ended), math.inf), note=text, unfinished=by_node)
+        notes = {
+            node: Probe(tuple(each[:_MOST_NAMED]), note=text)
+            for node, each in run.by_node(running).items()
+        }
+        self.change_run(successes=(len(ended), math.inf), unfinished=notes)
 
     # -- a hang ------------------------------------------------------------------------------------
 
@@ -1188,7 +1182,7 @@ class _Step:
             self._avoid(end.failure)
         if decision.pause:
             self.say(f"the next round begins in {decision.pause:g} s: {end.reason}")
-        self.go(Stage.WAIT, end=end, earliest=self.now + decision.pause)
+        self.change(stage=Stage.WAIT, end=end, since=self.now + decision.pause)
 
     def _record(self, end: Verdict) -> None:
         times = {"started_at": self.ledger.started, "ended_at": self.view.time}

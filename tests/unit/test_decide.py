@@ -790,7 +790,7 @@ def test_lost_node_without_others_ends_an_elastic_job_below_its_size() -> None:
     cluster.finish()
     cluster.wait(31.0)
     assert cluster.ledger.stage is Stage.END
-    assert "1 of 2 nodes are left, and none came within 30 s" in cluster.end.reason
+    assert "node 1 of 2 did not return within 30 s" in cluster.end.reason
 
 
 def test_lost_node_that_does_not_return_ends_a_job_that_needs_it() -> None:
@@ -801,7 +801,7 @@ def test_lost_node_that_does_not_return_ends_a_job_that_needs_it() -> None:
     cluster.wait(1.0)
     assert (cluster.ledger.stage, cluster.ledger.restarts) == (Stage.END, 0)
     assert (cluster.cause.kind, cluster.cause.node_rank) == ("node_lost", 1)
-    assert "was lost: its connection was closed; 1 of 2 nodes are left" in cluster.end.reason
+    assert "was lost: its connection was closed; node 1 of 2 did not return" in cluster.end.reason
 
 
 def test_node_that_was_started_again_in_a_round_is_lost_and_gets_no_workers() -> None:
