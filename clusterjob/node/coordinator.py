@@ -30,7 +30,7 @@ from clusterjob.node.rendezvous.messages import CoordinatorState, Lasting, Succe
 from clusterjob.node.rendezvous.succession import Earlier
 from clusterjob.node.stacks import grouping
 from clusterjob.node.stacks.grouping import RankStack
-from clusterjob.node.states import NodeState, OrderWithStore
+from clusterjob.node.states import Measure, NodeState, OrderWithStore
 from clusterjob.node.system import files, processes
 from clusterjob.node.system.sanitize import sanitize
 from clusterjob.node.verdict import PREEMPTED_EXIT_CODE, Failure, JobState, Verdict, bounded
@@ -235,14 +235,13 @@ class Coordinator:
             self._lose(self._peers[node], why)
         if self._ledger.run.worlds and self._ledger.round != before.round:
             self._begin_round()
-        stage = self._ledger.stage
-        if stage is Stage.MEASURE and before.stage is not Stage.MEASURE:
-            self._begin_measuring()
-        cancelled = stage is Stage.END and not self._ledger.slow
-        if before.stage is Stage.MEASURE and stage is not Stage.MEASURE and not cancelled:
-            self._report_preflight()
+        if self._ledger.measure is not None and before.measure is None:
+            self._begin_measuring(self._ledger.measure)
+        if self._ledger.slow is not None and before.slow is None:
+            self._report_preflight(self._ledger.slow)
         self._send_orders()
-        if stage is Stage.STOP and before.stage is Stage.COLLECT and self._stacks:
+        stopped = self._ledger.stage is Stage.STOP and before.stage is Stage.COLLECT
+        if stopped and self._stacks:
             # After the orders: the stacks of thousands of ranks take a second.
             self._saving = asyncio.get_running_loop().run_in_executor(
                 files.disk, self._save_stacks, self._ledger, self._view()
@@ -286,23 +285,21 @@ class Coordinator:
 
     # -- the preflight -----------------------------------------------------------------------------
 
-    def _begin_measuring(self) -> None:
-        measure, alone = self._ledger.measure, self._topology.nnodes == 1
-        assert measure is not None
+    def _begin_measuring(self, measure: Measure) -> None:
         address = store_address(self._topology, self._peers.values())
-        self._store = membership.listen(address, [0], alone=alone)
+        self._store = membership.listen(address, [0], alone=self._topology.nnodes == 1)
         port = int(self._store.getsockname()[1])
         self._ledger = replace(self._ledger, measure=replace(measure, address=address, port=port))
         self._node.print_line(f"preflight: measuring {_count(len(measure.nodes))}")
 
-    def _report_preflight(self) -> None:
+    def _report_preflight(self, slow_nodes: Mapping[int, str]) -> None:
         """Print what the preflight has found, and write it into the events."""
         found: dict[str, Any] = {"seconds": 0.0, "findings": [], "columns": [], "rows": {}}
         found |= self._found
         names = core.host_names(self._nodes)
         rows = [(names[int(node)], cells) for node, cells in found["rows"].items()]
         table = HeatTable.of(found["columns"], rows)
-        slow = core.slow_lines(self._ledger, self._nodes)[:_MOST_NAMED]
+        slow = core.slow_lines(slow_nodes, self._nodes)[:_MOST_NAMED]
         measured = f"{_count(table.hosts)} in {found['seconds']} s"
         for line in (
             f"preflight: {measured}; cells are parts of the median",

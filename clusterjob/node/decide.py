@@ -82,8 +82,7 @@ _NEW_STATE = NodeState()
 class Stage(enum.Enum):
     """What the coordinator does."""
 
-    WAIT = "wait"  # for the nodes of a round
-    MEASURE = "measure"  # the nodes before the first round
+    WAIT = "wait"  # for the nodes of a round, and for the preflight
     RUN = "run"
     COLLECT = "collect"  # the stacks of a round that is to be stopped
     STOP = "stop"  # the workers of a round
@@ -274,7 +273,7 @@ class Ledger(Lasting):
         warned: the scheduler's warning; None before it.
         end: how the round ends or, while the coordinator waits, how the last one ended.
         measure: the order of the preflight, also after it; the caller adds the store.
-        slow: the nodes that the preflight has found slow, and why.
+        slow: the nodes that the preflight has found slow, and why; None before its end.
         noticed: when the missing nodes were named.
         run: the current round.
     """
@@ -288,7 +287,7 @@ class Ledger(Lasting):
     warned: Warned | None = None
     end: Verdict | None = None
     measure: Measure | None = None
-    slow: Mapping[int, str] = field(default_factory=dict)
+    slow: Mapping[int, str] | None = None
     noticed: float = 0.0
     run: Run = field(default_factory=Run)
 
@@ -386,7 +385,7 @@ def orders(job: Job, ledger: Ledger, nodes: Mapping[int, Node]) -> Iterator[tupl
         shared = replace(shared, stop=_stop_order(job, ledger, nodes))
     elif ledger.stage in (Stage.RUN, Stage.COLLECT):
         shared = replace(shared, report=run.polled is not None, sample=run.sample)
-    elif ledger.stage is Stage.MEASURE:
+    elif ledger.stage is Stage.WAIT and ledger.slow is None:
         shared = replace(shared, measure=ledger.measure)
     collects = ledger.stage is Stage.COLLECT
     questions = _questions(ledger, nodes)
@@ -632,7 +631,7 @@ class _Step:
         self.add("lost", node_rank=rank, host=node.host, why=node.losses[-1].why)
         self.change(losses={**ledger.losses, rank: len(node.losses)})
         is_spare = ledger.stage is Stage.RUN and rank not in ledger.run.worlds
-        if is_spare or ledger.stage in (Stage.WAIT, Stage.MEASURE):  # it runs no workers
+        if is_spare or ledger.stage is Stage.WAIT:  # it runs no workers
             failure = self.loss_of(node)
             self.say(f"{failure.who}: {failure.message}")
 
@@ -735,13 +734,10 @@ class _Step:
 
     def _start_if_alone(self) -> None:
         """Begin a round, unless Slurm may let the other half of a split job begin one."""
-        options = self.job.options
-        if options.preflight != "off" and self.ledger.round < 0 and self.ledger.measure is None:
-            nodes = tuple(sorted(self.usable()))
-            measure = Measure("", 0, nodes, start_seconds=options.join_timeout)
-            self.add("measuring", nodes=len(nodes))
-            self.go(Stage.MEASURE, measure=measure)
-            return
+        if self.job.options.preflight != "off" and self.ledger.round < 0:
+            self._measure()
+            if self.ledger.slow is None or self.ledger.stage is Stage.END:
+                return
         tied = self.job.moves and self.job.asks_slurm and self.is_tied()
         if tied and self.view.slurm_up is None:
             self.decision.asks_slurm = True
@@ -750,19 +746,20 @@ class _Step:
         else:
             self.begin()
 
-    def measure(self) -> None:
-        """Wait for the measures; leave slow nodes out, if there are enough others."""
-        ledger, nodes = self.ledger, self.view.nodes
-        if ledger.warned is not None or cancellation(nodes) is not None:
-            self.go(Stage.WAIT)  # which ends the job
+    def _measure(self) -> None:
+        """Let all nodes measure; leave slow ones out, if there are enough others."""
+        options, nodes = self.job.options, self.view.nodes
+        if self.ledger.measure is None:
+            chosen = tuple(sorted(self.usable()))
+            measure = Measure("", 0, chosen, start_seconds=options.join_timeout)
+            self.add("measuring", nodes=len(chosen))
+            self.change(measure=measure, since=self.now)
             return
-        assert ledger.measure is not None
-        here = [node for node in ledger.measure.nodes if nodes[node].here]
-        due = ledger.since + self.job.options.join_timeout + _PREFLIGHT_SECONDS
+        here = [node for node in self.ledger.measure.nodes if nodes[node].here]
+        due = self.ledger.since + options.join_timeout + _PREFLIGHT_SECONDS
         how = {node: nodes[node].state.measured for node in here}
         failed = any(text not in ("", MEASURED) for text in how.values())  # the others wait for it
         if self.now < due and not failed and not all(how.values()):
-            self.wake(due)
             return
         found = dict(self.view.slow)
         for node, text in how.items():
@@ -772,12 +769,10 @@ class _Step:
         self.change(slow=slow)
         for node, why in slow.items():
             self._avoid(self._failure_of(node, why, FailureKind.LAUNCH))
-        if self.job.options.preflight == "refuse" and slow.keys() & set(self.chosen()):
-            text = f"preflight: {'; '.join(slow_lines(self.ledger, nodes)[:_MOST_NAMED])}"
+        if options.preflight == "refuse" and slow.keys() & set(self.chosen()):
+            text = f"preflight: {'; '.join(slow_lines(slow, nodes)[:_MOST_NAMED])}"
             failure = self._failure_of(min(slow), text, FailureKind.LAUNCH)
             self.finish(Verdict.of_failure(failure))
-        else:
-            self.go(Stage.WAIT)
 
     def _failure_of(self, node: int, why: str, kind: FailureKind) -> Failure:
         return Failure.of_node(node, self.view.nodes[node].host, message=why, kind=kind)
@@ -1218,7 +1213,6 @@ class _Step:
 # In the other stages, it is the caller's turn.
 _STAGES = {
     Stage.WAIT: _Step.wait,
-    Stage.MEASURE: _Step.measure,
     Stage.RUN: _Step.run,
     Stage.COLLECT: _Step.collect,
     Stage.STOP: _Step.stop,
@@ -1240,10 +1234,10 @@ def host_names(nodes: Mapping[int, Node]) -> dict[int, str]:
     }
 
 
-def slow_lines(ledger: Ledger, nodes: Mapping[int, Node]) -> list[str]:
+def slow_lines(slow: Mapping[int, str], nodes: Mapping[int, Node]) -> list[str]:
     """Return a line for each node that the preflight has found to be slow."""
     names = host_names(nodes)
-    return [f"host {names[node]}: {why}" for node, why in ledger.slow.items()]
+    return [f"host {names[node]}: {why}" for node, why in slow.items()]
 
 
 def _has_ended(node: Node) -> bool:

@@ -319,7 +319,8 @@ SLOW = {1: "its GPU computes at 0.5 of the median"}
 def measuring(nnodes: int = 3, **options: Any) -> Cluster:
     """Return a cluster whose nodes measure before the first round."""
     cluster = Cluster(nnodes, **({"preflight": "refuse"} | options))
-    assert cluster.decide() is Stage.MEASURE
+    assert cluster.decide() is Stage.WAIT
+    assert cluster.orders()[0].measure is not None
     return cluster
 
 
@@ -346,7 +347,7 @@ def test_slow_node_is_replaced_by_a_spare_or_refused(
     cluster = measuring(preflight=mode, spares=spares)
     assert [order.measure is not None for order in cluster.orders().values()] == [True] * 3
     measured(cluster, 0, 1)
-    assert cluster.decide() is Stage.MEASURE
+    assert cluster.decide() is Stage.WAIT
     cluster.view["slow"] = slow
     measured(cluster, 2)
     cluster.decide()
@@ -364,9 +365,9 @@ def test_slow_node_is_replaced_by_a_spare_or_refused(
 def test_node_that_does_not_end_its_measures_in_time_is_slow() -> None:
     cluster = measuring(3, spares=1, join_timeout=20.0)
     measured(cluster, 0, 2)
-    assert cluster.wait(49.0) is Stage.MEASURE
+    assert cluster.wait(49.0) is Stage.WAIT
     cluster.wait(2.0)
-    assert dict(cluster.ledger.slow) == {1: "the measuring process: it does not end"}
+    assert cluster.ledger.slow == {1: "the measuring process: it does not end"}
     assert (cluster.ledger.stage, cluster.ledger.nodes) == (Stage.RUN, (0, 2))
 
 
@@ -374,7 +375,8 @@ def test_node_that_cannot_measure_is_slow_and_the_others_do_not_wait_for_it() ->
     cluster = measuring(3, spares=1)
     measured(cluster, 1, how="CUDA error")
     cluster.wait(1.0)
-    assert dict(cluster.ledger.slow) == {1: "the measuring process: CUDA error"}
+    assert cluster.ledger.slow == {1: "the measuring process: CUDA error"}
+    assert cluster.orders()[0].measure is None
     assert (cluster.ledger.stage, cluster.ledger.nodes) == (Stage.RUN, (0, 2))
 
 
