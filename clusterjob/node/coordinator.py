@@ -159,18 +159,13 @@ class Coordinator:
         earlier_, state = self._earlier, self._earlier.state
         if earlier_.moved:
             self._node.print_line(f"node {self._job.own} coordinates the job now: {earlier_.why}")
-        known, moment = vars(state.lasting), time.monotonic()
-        ledger = Ledger(
-            **known | {"deadline": earlier_.received_at + state.lasting.deadline},
-            stage=Stage.RUN,
-            since=moment,
-            gone=earlier_.gone,
-            started=state.lasting.first_started,
-        )
+        moment = time.monotonic()
         loss = Loss(earlier_.why, moment, ended=earlier_.ended)
         self._nodes[state.node] = Node(state.node, state.host, pid=0, nproc=1).lose(loss)
         lost = Failure.of_node(state.node, state.host, message=earlier_.why)
-        self._apply(core.take_over(self._job, ledger, self._view(), moment, lost))
+        deadline = earlier_.received_at + state.lasting.deadline
+        lasting = replace(state.lasting, deadline=deadline)
+        self._ledger = core.take_over(self._job, lasting, lost, moment, earlier_.gone)
 
     async def _step(self) -> None:
         """Wait for a change or for the time of the next decision; decide."""

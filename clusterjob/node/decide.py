@@ -364,17 +364,31 @@ def choose(
     return [node for node in (*places, *others) if node is not None][:wanted]
 
 
-def take_over(job: Job, ledger: Ledger, view: View, now: float, lost: Failure) -> Decision:
-    """Return what follows when another coordinator goes on with the job: its round has ended.
+def take_over(
+    job: Job, lasting: Lasting, lost: Failure, now: float, gone: frozenset[int] = frozenset()
+) -> Ledger:
+    """Return the ledger of another coordinator that goes on with the job: its round has ended.
 
-    The ledger is that of the coordinator before, with times of this machine's clock.
+    Args:
+        job: the job.
+        lasting: what the coordinator before remembered, with times of this machine's clock.
+        lost: how that one was lost.
+        now: the time.
+        gone: nodes that have certainly ended.
     """
-    step = _Step(job, view, now, Decision(ledger))
-    step.change(took_over=True, run=Run(stop_at=now))
-    # What the coordinator before has recorded may not have been carried out.
-    recorded = ledger.rounds[-1].verdict() if _is_recorded(job, ledger) else None
-    step.go(Stage.STOP, end=recorded or ledger.end or Verdict.of_failure(lost))
-    return step.decision
+    ledger = Ledger(
+        **vars(lasting),
+        stage=Stage.STOP,
+        since=now,
+        gone=gone,
+        took_over=True,
+        started=lasting.first_started,
+        end=Verdict.of_failure(lost),
+        run=Run(stop_at=now),
+    )
+    if _is_recorded(job, ledger):  # its end may not have been carried out
+        ledger = replace(ledger, end=ledger.rounds[-1].verdict())
+    return ledger
 
 
 def orders(job: Job, ledger: Ledger, nodes: Mapping[int, Node]) -> Iterator[tuple[int, Order]]:

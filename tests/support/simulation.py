@@ -831,8 +831,8 @@ class Coordinator:
             lost = Failure.of_node(
                 self.before, f"host{self.before}", message="the coordinator was lost"
             )
-            view = View(self.nodes, time=f"{self.sim.now:.3f}")
-            self.apply(core.take_over(self.job, self.ledger, view, self.sim.now, lost))
+            lasting = lasting_of(self.ledger)
+            self.ledger = core.take_over(self.job, lasting, lost, self.sim.now, self.ledger.gone)
         self.tick()
         self.plan(0.0)
 
@@ -1015,8 +1015,7 @@ class Coordinator:
         """A start carries the ledger; it arrives with the next order."""
         ledger, node, heirs = note
         agent = link.agent
-        lasting = {name: getattr(ledger, name) for name in vars(Lasting())}
-        ledger = Ledger(**lasting, stage=Stage.RUN, started=ledger.first_started)
+        ledger = Ledger(**vars(lasting_of(ledger)))
 
         def keep() -> None:
             agent.machine.disk["heirs"] = heirs
@@ -1050,6 +1049,10 @@ class Coordinator:
         if self.agent.coordinator is self and not self.agent.dead:
             self.agent.coordinator = None
             self.agent.end(verdict.state)
+
+
+def lasting_of(ledger: Ledger) -> Lasting:
+    return Lasting(**{name: getattr(ledger, name) for name in vars(Lasting())})
 
 
 # Broken rules of the decisions: a method of `_Step` or a function of `policy`, and what it does

@@ -18,7 +18,7 @@ from clusterjob.node.decide import MOST_NODES, Decision, Job, Ledger, Loss, Node
 from clusterjob.node.options import LaunchOptions
 from clusterjob.node.program import Program
 from clusterjob.node.rendezvous import messages
-from clusterjob.node.rendezvous.messages import Members
+from clusterjob.node.rendezvous.messages import Lasting, Members
 from clusterjob.node.rendezvous.root_cause import EFFECT_TIMEOUT, EXIT_TIMEOUT
 from clusterjob.node.stacks.grouping import Frame, RankStack, ThreadStack
 from clusterjob.node.states import Failing, Missing, NodeState, Order, Probe, Probed, Request
@@ -1222,24 +1222,25 @@ def test_half_of_a_job_goes_on_only_if_slurm_says_that_its_node_is_up(
 
 def test_new_coordinator_charges_the_round_once_and_only_with_the_larger_part() -> None:
     members = Members((0, 1, 2), 0)
-    ledger = Ledger(
-        stage=Stage.RUN, round=0, nodes=(0, 1, 2), groups=(members,), first_started="t", started="t"
-    )
+    lasting = Lasting(round=0, nodes=(0, 1, 2), groups=(members,), first_started="t")
     cluster = Cluster(3, max_restarts=1, min_nodes=2, moves=True)
     cluster.job = replace(cluster.job, own=1)
     lost = failure(None, node=0, kind=FailureKind.NODE_LOST, message="it was killed")
     cluster.nodes.clear()
     cluster.join(1)
     cluster.say(1, seen=1)
-    cluster._take(core.take_over(cluster.job, ledger, cluster._view(), cluster.now, lost))
+    cluster.ledger = core.take_over(cluster.job, lasting, lost, cluster.now)
     cluster.wait(2.0)
     assert not cluster.ledger.rounds
     cluster.join(2)
     cluster.say(2, seen=1)
     cluster.decide()
     assert [each.kind for each in cluster.ledger.rounds] == ["node_lost"]
-    again = core.take_over(cluster.job, cluster.ledger, cluster._view(), cluster.now, lost)
-    assert len(again.ledger.rounds) == 1
+    recorded = replace(lasting, rounds=cluster.ledger.rounds)
+    again = core.take_over(cluster.job, recorded, lost, cluster.now)
+    assert core.decide(cluster.job, again, cluster._view(), cluster.now).ledger.rounds == (
+        cluster.ledger.rounds
+    )
     cluster.wait(13.0)
     assert (cluster.ledger.round, cluster.ledger.nodes) == (1, (1, 2))
 
@@ -1261,9 +1262,9 @@ def test_new_coordinator_carries_out_the_end_that_was_recorded(
     cluster = Cluster(2, max_restarts=restarts)
     place: dict[str, Any] = {"host": "gpu1", "node": 1} if kind == "exit_code" else {}
     ended = RoundEnd(0, 0, kind=kind, message="exited with code 3", **place)
-    ledger = Ledger(stage=Stage.RUN, round=0, nodes=(0, 1), rounds=(ended,), first_started="t")
+    lasting = Lasting(round=0, nodes=(0, 1), rounds=(ended,), first_started="t")
     lost = failure(None, node=0, kind=FailureKind.NODE_LOST, message="it was killed")
-    cluster._take(core.take_over(cluster.job, ledger, cluster._view(), cluster.now, lost))
+    cluster.ledger = core.take_over(cluster.job, lasting, lost, cluster.now)
     assert cluster.decide() is stage
     assert (cluster.ledger.end.state if cluster.ledger.end else None) is state
     assert len(cluster.ledger.rounds) == 1
