@@ -465,7 +465,10 @@ class Coordinator:
         ledger = self._ledger
         if factor := policy.more_memory(verdict, self._job.options, ledger.rounds):
             reason = f"{verdict.reason}; queued again with {factor:g} times the memory"
-            again = {"state": JobState.PREEMPTED, "exit_code": PREEMPTED_EXIT_CODE}
+            again: dict[str, Any] = {
+                "state": JobState.PREEMPTED,
+                "exit_code": PREEMPTED_EXIT_CODE,
+            }
             try:
                 ends.want_memory(self._job_dir, self._identity.attempt, factor)
             except OSError as error:

@@ -169,7 +169,6 @@ class Membership:
         self._job = job
         self._events = events
         self.stalls = Stalls(options.heartbeat)
-        self._server: asyncio.Server | None = None
         self._serving: set[asyncio.Task[Any]] = set()
         # The addresses of unauthenticated peers, oldest first.
         self._waiting: dict[asyncio.Task[Any], str] = {}
@@ -206,8 +205,7 @@ class Membership:
         """Stop accepting, wait up to 1 s for agents to read the verdict, close all connections."""
         for task in (*self.tasks, *self._waiting):
             task.cancel()
-        if self._server is not None:
-            self._server.close()
+        self._server.close()
         if self._serving:
             await asyncio.wait(self._serving, timeout=_CLOSE_SECONDS)
         for task in self._serving:
