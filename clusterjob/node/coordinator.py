@@ -228,7 +228,7 @@ class Coordinator:
                 ends.avoid(self._job_dir, fields["host"])
         for node, why in decision.dropped.items():
             self._lose(self._peers[node], why)
-        if self._ledger.run.worlds and self._ledger.round != before.round:
+        if self._ledger.worlds and self._ledger.round != before.round:
             self._begin_round()
         if self._ledger.measure is not None and before.measure is None:
             self._begin_measuring(self._ledger.measure)
@@ -266,16 +266,16 @@ class Coordinator:
     def _begin_round(self) -> None:
         """Bind the port of the store, and tell it to each node."""
         ledger = self._ledger
-        peers = {node: self._peers[node].hello for node in ledger.run.worlds}
+        peers = {node: self._peers[node].hello for node in ledger.worlds}
         store_at = store_address(self._topology, self._peers.values())
         worlds, self._store = with_store(
-            ledger.run.worlds, peers, self._topology, store_at, job=self._identity
+            ledger.worlds, peers, self._topology, store_at, job=self._identity
         )
-        self._ledger = replace(ledger, run=replace(ledger.run, worlds=worlds))
+        self._ledger = replace(ledger, worlds=worlds)
         self._slurm_up = None
         self._stacks, self._saving = {}, None
         self._stragglers = StragglerWatch(
-            ledger.round, len(ledger.nodes), ledger.run.world_size, self._events
+            ledger.round, len(ledger.nodes), ledger.world_size, self._events
         )
 
     # -- the preflight -----------------------------------------------------------------------------
@@ -331,12 +331,12 @@ class Coordinator:
         elif isinstance(message, messages.PreflightFound):  # never on the wire: of its own process
             self._found = message.result
         elif isinstance(message, messages.RankWaits):
-            waits = waits_of(message, self._ledger.run.worlds.get(node))
+            waits = waits_of(message, self._ledger.worlds.get(node))
             if waits and self._stragglers is not None:
                 self._stragglers.receive(node, peer.hello.host, waits)
             return False
         elif isinstance(message, messages.StackFound):
-            world, rank = self._ledger.run.worlds.get(node), message.stack.rank
+            world, rank = self._ledger.worlds.get(node), message.stack.rank
             wanted = self._ledger.stage is Stage.COLLECT and message.restart == self._ledger.round
             if wanted and world is not None and 0 <= rank - world.first_rank < world.nproc:
                 self._stacks[rank] = replace(message.stack, host=peer.hello.host)
@@ -369,7 +369,7 @@ class Coordinator:
     def _save_stacks(self, ledger: Ledger, view: View) -> str:
         """Write the stacks of a round that is stopped; return the path, empty without a file."""
         job, why, nodes = self._identity, ledger.ending.reason, view.nodes
-        asked = [nodes[node] for node in sorted(ledger.run.collect_from)]
+        asked = [nodes[node] for node in sorted(ledger.collect_from)]
         living = sum(1 for node in ledger.nodes if not nodes[node].state.ended)
         if len(asked) < living:
             why += f" (stacks of {len(asked)} of {living} nodes)"

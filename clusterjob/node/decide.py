@@ -208,8 +208,22 @@ class Warned:
 
 
 @dataclass(frozen=True)
-class Run:
-    """What the coordinator remembers of the current round.
+class Ledger(Lasting):
+    """What the coordinator remembers of the job.
+
+    Attributes:
+        since: when the stage began, or will after a pause.
+        gone: nodes that have certainly ended, as the agents of an earlier coordinator know.
+        took_over: whether no round has begun since the coordinator moved.
+        losses: how many losses of each node are recorded.
+        started: when the newest workers were started, RFC 3339.
+        warned: the scheduler's warning; None before it.
+        end: how the round ends or, while the coordinator waits, how the last one ended.
+        measure: the order of the preflight, also after it; the caller adds the store.
+        slow: the nodes that the preflight has found slow, and why; None before its end.
+        noticed: when the missing nodes were named.
+
+    Of the round, which begins with a new ledger:
 
     Attributes:
         began: when its workers were started.
@@ -230,6 +244,17 @@ class Run:
         stop_at: when the round was stopped; infinity before.
     """
 
+    stage: Stage = Stage.WAIT
+    since: float = 0.0
+    gone: frozenset[int] = frozenset()
+    took_over: bool = False
+    losses: Mapping[int, int] = field(default_factory=dict)
+    started: str | None = None
+    warned: Warned | None = None
+    end: Verdict | None = None
+    measure: Measure | None = None
+    slow: Mapping[int, str] | None = None
+    noticed: float = 0.0
     began: float = 0.0
     worlds: Mapping[int, World] = field(default_factory=dict)
     running: bool = False
@@ -258,38 +283,6 @@ class Run:
             if here := sorted(wanted.intersection(own)):
                 found[node] = here
         return found
-
-
-@dataclass(frozen=True)
-class Ledger(Lasting):
-    """What the coordinator remembers of the job.
-
-    Attributes:
-        since: when the stage began, or will after a pause.
-        gone: nodes that have certainly ended, as the agents of an earlier coordinator know.
-        took_over: whether no round has begun since the coordinator moved.
-        losses: how many losses of each node are recorded.
-        started: when the newest workers were started, RFC 3339.
-        warned: the scheduler's warning; None before it.
-        end: how the round ends or, while the coordinator waits, how the last one ended.
-        measure: the order of the preflight, also after it; the caller adds the store.
-        slow: the nodes that the preflight has found slow, and why; None before its end.
-        noticed: when the missing nodes were named.
-        run: the current round.
-    """
-
-    stage: Stage = Stage.WAIT
-    since: float = 0.0
-    gone: frozenset[int] = frozenset()
-    took_over: bool = False
-    losses: Mapping[int, int] = field(default_factory=dict)
-    started: str | None = None
-    warned: Warned | None = None
-    end: Verdict | None = None
-    measure: Measure | None = None
-    slow: Mapping[int, str] | None = None
-    noticed: float = 0.0
-    run: Run = field(default_factory=Run)
 
     @property
     def restarts(self) -> int:
@@ -384,7 +377,7 @@ def take_over(
         took_over=True,
         started=lasting.first_started,
         end=Verdict.of_failure(lost),
-        run=Run(stop_at=now),
+        stop_at=now,
     )
     if _is_recorded(job, ledger):  # its end may not have been carried out
         ledger = replace(ledger, end=ledger.rounds[-1].verdict())
@@ -393,12 +386,11 @@ def take_over(
 
 def orders(job: Job, ledger: Ledger, nodes: Mapping[int, Node]) -> Iterator[tuple[int, Order]]:
     """Yield what the coordinator wants of each node that is here; equal orders are one object."""
-    run = ledger.run
     shared = Order(ledger.round, warned=ledger.warned is not None)
     if ledger.stage is Stage.STOP:
         shared = replace(shared, stop=_stop_order(job, ledger, nodes))
     elif ledger.stage in (Stage.RUN, Stage.COLLECT):
-        shared = replace(shared, report=run.polled is not None, sample=run.sample)
+        shared = replace(shared, report=ledger.polled is not None, sample=ledger.sample)
     elif ledger.stage is Stage.WAIT and ledger.slow is None:
         shared = replace(shared, measure=ledger.measure)
     collects = ledger.stage is Stage.COLLECT
@@ -411,14 +403,14 @@ def orders(job: Job, ledger: Ledger, nodes: Mapping[int, Node]) -> Iterator[tupl
             continue
         order = shared
         # An agent that was started again since has no workers of this round.
-        in_round = node_rank in run.worlds and node.joined_at <= run.began
+        in_round = node_rank in ledger.worlds and node.joined_at <= ledger.began
         if in_round and ledger.stage in (Stage.RUN, Stage.COLLECT):
             order = replace(
                 shared,
-                world=run.worlds[node_rank],
+                world=ledger.worlds[node_rank],
                 probe=questions.get(node_rank),
                 found=found if _missing(node, ledger) is not None else (),
-                collect=collects and node_rank in run.collect_from,
+                collect=collects and node_rank in ledger.collect_from,
                 dumps=collects and _is_hang(ledger.ending),
             )
         yield node_rank, order
@@ -459,7 +451,7 @@ def _failures(job: Job, ledger: Ledger, view: View, now: float) -> tuple[list[En
     for entry in sorted(_reported(ledger, view), key=lambda entry: entry.at):
         failure, due = entry.failure, entry.at + _SUSPECT_SECONDS
         asked = failure.kind is FailureKind.TERMINATED or failure.exit_code == PREEMPTED_EXIT_CODE
-        if entry.at >= ledger.run.stop_at:
+        if entry.at >= ledger.stop_at:
             continue
         if failure.rank is None:
             counted.append(entry)
@@ -476,7 +468,7 @@ def _failures(job: Job, ledger: Ledger, view: View, now: float) -> tuple[list[En
 
 def _reported(ledger: Ledger, view: View) -> Iterator[Entry]:
     gave_up = []
-    for node_rank in ledger.run.worlds:  # also the node that only serves the store
+    for node_rank in ledger.worlds:  # also the node that only serves the store
         node = view.nodes.get(node_rank)
         if node is not None and node.state.round == ledger.round:
             yield from node.failures
@@ -495,13 +487,12 @@ def _missing(node: Node, ledger: Ledger) -> Missing | None:
 
 def _questions(ledger: Ledger, nodes: Mapping[int, Node]) -> Mapping[int, Probe]:
     """Return the question to each node with ranks for which others wait, or that still run."""
-    run = ledger.run
-    here = (nodes[node] for node in run.worlds if node in nodes)
+    here = (nodes[node] for node in ledger.worlds if node in nodes)
     waits = [missing for node in here if (missing := _missing(node, ledger)) is not None]
     gave_up = any(missing.gave_up for missing in waits)
-    if run.unfinished and not gave_up:
-        return run.unfinished
-    by_node = run.by_node(rank for missing in waits for rank in missing.ranks) if waits else {}
+    if ledger.unfinished and not gave_up:
+        return ledger.unfinished
+    by_node = ledger.by_node(rank for missing in waits for rank in missing.ranks) if waits else {}
     return {node: Probe(tuple(own), gave_up) for node, own in by_node.items()}
 
 
@@ -568,7 +559,7 @@ def grace_after(
 
 def _left(ledger: Ledger) -> float:
     """Return the seconds from the stop of the round to the end that a warning has announced."""
-    return (ledger.warned.ends_at if ledger.warned else math.inf) - ledger.run.stop_at
+    return (ledger.warned.ends_at if ledger.warned else math.inf) - ledger.stop_at
 
 
 def _stop_order(job: Job, ledger: Ledger, nodes: Mapping[int, Node]) -> Stop:
@@ -599,15 +590,8 @@ class _Step:
     def ledger(self) -> Ledger:
         return self.decision.ledger
 
-    @property
-    def current(self) -> Run:
-        return self.decision.ledger.run
-
     def change(self, **fields: Any) -> None:
         self.decision.ledger = replace(self.ledger, **fields)
-
-    def change_run(self, **fields: Any) -> None:
-        self.change(run=replace(self.current, **fields))
 
     def go(self, stage: Stage, **fields: Any) -> None:
         self.change(stage=stage, since=self.now, **fields)
@@ -644,7 +628,7 @@ class _Step:
         ledger, rank = self.ledger, node.node_rank
         self.add("lost", node_rank=rank, host=node.host, why=node.losses[-1].why)
         self.change(losses={**ledger.losses, rank: len(node.losses)})
-        is_spare = ledger.stage is Stage.RUN and rank not in ledger.run.worlds
+        is_spare = ledger.stage is Stage.RUN and rank not in ledger.worlds
         if is_spare or ledger.stage is Stage.WAIT:  # it runs no workers
             failure = self.loss_of(node)
             self.say(f"{failure.who}: {failure.message}")
@@ -692,7 +676,7 @@ class _Step:
 
     def present(self) -> set[int]:
         """Return the nodes that are here, and know no newer round."""
-        newest, began = self.ledger.round + 1, self.current.began
+        newest, began = self.ledger.round + 1, self.ledger.began
         return {
             node
             for node, each in self.view.nodes.items()
@@ -717,7 +701,7 @@ class _Step:
             node = self.view.nodes.get(node_rank)
             if node_rank not in self.view.ended and (node is None or not node.here):
                 # Without an agent here, it has lost the coordinator before this one.
-                lost_at = node.losses[-1].at if node is not None else self.current.stop_at
+                lost_at = node.losses[-1].at if node is not None else self.ledger.stop_at
                 until = max(until, lost_at + self.job.options.lease + END_SECONDS)
         return until
 
@@ -869,18 +853,25 @@ class _Step:
             most = policy.most_restarts(options, self.job.nnodes)
             self.say(f"restart {number} of {most}: {end.reason}")
             self.add("restart", restart=number, most=most, why=end.reason)
-        self.go(
-            Stage.RUN,
-            round=number,
+        self.decision.ledger = Ledger(
+            number,
             nodes=tuple(chosen),
-            groups=(*ledger.groups[:1], Members(here, self.job.own)),
-            gone=frozenset(),
-            took_over=False,
-            started=self.view.time,
+            groups=(*ledger.groups[:1], Members(here, own)),
+            avoided=ledger.avoided,
+            rounds=ledger.rounds,
             first_started=ledger.first_started or self.view.time,
             deadline=deadline,
-            end=None,
-            run=Run(began=self.now, worlds=worlds, alive=self.now, successes=(0, self.now)),
+            stage=Stage.RUN,
+            since=self.now,
+            losses=ledger.losses,
+            started=self.view.time,
+            warned=ledger.warned,
+            measure=ledger.measure,
+            slow=ledger.slow,
+            began=self.now,
+            worlds=worlds,
+            alive=self.now,
+            successes=(0, self.now),
         )
         self.add(
             "started",
@@ -956,7 +947,7 @@ class _Step:
             why = f"the time limit of {options.time_limit:g} s was reached"
             return Verdict(JobState.FAILED, TIMEOUT_EXIT_CODE, reason=why)
         self.wake(ledger.deadline)
-        if options.hang_timeout is not None and ledger.run.running:
+        if options.hang_timeout is not None and ledger.running:
             return self._look_for_hang(options.hang_timeout)
         return None
 
@@ -966,7 +957,7 @@ class _Step:
 
     def _is_gone(self, node: Node) -> bool:
         """Return whether the agent of a node of the round was lost, also if it is back already."""
-        return not node.here or node.joined_at > self.current.began
+        return not node.here or node.joined_at > self.ledger.began
 
     def _failure_due(self, found: Sequence[Entry], root: Failure | None) -> float:
         """Return when a failure ends the round: other nodes may know the cause of an effect."""
@@ -980,10 +971,10 @@ class _Step:
             due = max(due, min(entry.at for entry in found) + _ANSWER_SECONDS)
         if due > self.now:
             return due
-        polled = self.current.polled
+        polled = self.ledger.polled
         if polled is None:
             polled = self.now
-            self.change_run(polled=polled)
+            self.change(polled=polled)
         silent = [
             node
             for node in self.ledger.nodes
@@ -997,31 +988,31 @@ class _Step:
 
     def _note_progress(self, here: Sequence[Node]) -> None:
         """Record that all workers run, and how many ranks have formed the process group."""
-        ledger, run, options = self.ledger, self.ledger.run, self.job.options
+        ledger, options = self.ledger, self.job.options
         complete = len(here) == len(ledger.nodes) and all(node.state.started for node in here)
-        if complete and not run.running:
-            self.change_run(running=True, alive=self.now)
+        if complete and not ledger.running:
+            self.change(running=True, alive=self.now)
             self.add("running", restart=ledger.restarts)
             if ledger.round == 0 and options.time_limit is not None:  # it excludes the first import
                 self.change(deadline=self.now + options.time_limit)
         joined = sum(min(node.state.joined, node.nproc) for node in here)
         formed = sum(min(node.state.formed, node.state.joined, node.nproc) for node in here)
-        joined, formed = max(run.counts[0], joined), max(run.counts[1], formed)
+        joined, formed = max(ledger.counts[0], joined), max(ledger.counts[1], formed)
         counts = (joined, formed, any(node.state.importing for node in here))
-        due = run.counted + _COUNT_SECONDS
-        if counts == run.counts:
+        due = ledger.counted + _COUNT_SECONDS
+        if counts == ledger.counts:
             return
-        if self.now < due and formed < run.world_size:
+        if self.now < due and formed < ledger.world_size:
             self.wake(due)
             return
-        self.change_run(counts=counts, counted=self.now)
+        self.change(counts=counts, counted=self.now)
         self.add(
             "ranks",
             restart=ledger.restarts,
             joined=joined,
             formed=formed,
             importing=counts[2],
-            world_size=run.world_size,
+            world_size=ledger.world_size,
         )
 
     def _note_answers(self) -> None:
@@ -1029,36 +1020,36 @@ class _Step:
         ledger, nodes = self.ledger, self.view.nodes
         questions = _questions(ledger, nodes)
         for node_rank, probed in _answers(questions, ledger, nodes).items():
-            if self.current.answers.get(node_rank) != probed:
-                self.change_run(answers={**self.current.answers, node_rank: probed})
+            if self.ledger.answers.get(node_rank) != probed:
+                self.change(answers={**self.ledger.answers, node_rank: probed})
                 self.add("missing", node_rank=node_rank, workers=list(probed.lines))
 
     def _name_unfinished(self, here: Sequence[Node]) -> None:
         """Name the ranks that still run 10 s after the last of the others has succeeded."""
-        run = self.current
+        ledger = self.ledger
         ended = {
-            run.worlds[node.node_rank].first_rank + local_rank
+            ledger.worlds[node.node_rank].first_rank + local_rank
             for node in here
             for local_rank in node.state.succeeded
             if local_rank < node.nproc
         }
-        if len(ended) != run.successes[0]:
-            self.change_run(successes=(len(ended), self.now))
-        if not 0 < len(ended) < run.world_size:
+        if len(ended) != ledger.successes[0]:
+            self.change(successes=(len(ended), self.now))
+        if not 0 < len(ended) < ledger.world_size:
             return
-        due = self.current.successes[1] + _UNFINISHED_SECONDS
+        due = self.ledger.successes[1] + _UNFINISHED_SECONDS
         if self.now < due:
             self.wake(due)
             return
-        running = sorted(set(range(run.world_size)) - ended)
+        running = sorted(set(range(ledger.world_size)) - ended)
         still = f"{ranks_text(running)} still run{'s' if len(running) == 1 else ''}"
         text = f"{still}; {ranks_text(ended)} ended {_UNFINISHED_SECONDS:.0f} s ago"
         self.add("unfinished", text=text)
         notes = {
             node: Probe(tuple(each[:_MOST_NAMED]), note=text)
-            for node, each in run.by_node(running).items()
+            for node, each in ledger.by_node(running).items()
         }
-        self.change_run(successes=(len(ended), math.inf), unfinished=notes)
+        self.change(successes=(len(ended), math.inf), unfinished=notes)
 
     # -- a hang ------------------------------------------------------------------------------------
 
@@ -1067,28 +1058,28 @@ class _Step:
 
         A node that does not answer proves nothing; its lease ends a round whose agent is gone.
         """
-        run, now = self.current, self.now
+        ledger, now = self.ledger, self.now
         interval = min(max(timeout / _HANG_PARTS, _HANG_SHORTEST), _HANG_LONGEST)
         living = [
             node
-            for node_rank in self.ledger.nodes
+            for node_rank in ledger.nodes
             if (node := self.view.nodes.get(node_rank)) is not None and not _has_ended(node)
         ]
         alive = max((node.heard_at - node.state.quiet for node in living), default=now)
         if self.view.stalled:
             alive = now  # the workers may have been stopped too
-        alive = max(alive, run.alive)
-        self.change_run(alive=alive)
-        answered = all(node.state.sampled == run.sample for node in living)
-        if answered and run.sampled - alive >= timeout:
+        alive = max(alive, ledger.alive)
+        self.change(alive=alive)
+        answered = all(node.state.sampled == ledger.sample for node in living)
+        if answered and ledger.sampled - alive >= timeout:
             why = f"no progress for {timeout:g}s"
             failure = self._failure_of(self.job.own, why, FailureKind.HANG)
             return replace(Verdict.of_failure(failure), reason=why)  # until its rank is known
-        due = max(alive, run.sampled) + interval
+        due = max(alive, ledger.sampled) + interval
         if not answered:
-            due = max(due, run.sampled + _SAMPLE_SECONDS)
+            due = max(due, ledger.sampled + _SAMPLE_SECONDS)
         if now >= due:
-            self.change_run(sample=run.sample + 1, sampled=now)
+            self.change(sample=ledger.sample + 1, sampled=now)
             due = now + _SAMPLE_SECONDS
         self.wake(due)
         return None
@@ -1109,18 +1100,17 @@ class _Step:
             alive = [node for node in alive if node in some]
         wanted = end.state is JobState.CANCELLED and _cancel_request(self.view.nodes).stacks
         if alive and (wanted or end.state is JobState.FAILED):
-            self.change_run(collect_from=frozenset(alive))
+            self.change(collect_from=frozenset(alive))
             self.go(Stage.COLLECT, end=end)
         else:
             self._stop_run(end)
 
     def collect(self) -> None:
         ledger, nodes = self.ledger, self.view.nodes
-        run, end = ledger.run, ledger.ending
-        due = ledger.since + _COLLECT_SECONDS
+        end, due = ledger.ending, ledger.since + _COLLECT_SECONDS
         missing = [
             node
-            for node in run.collect_from
+            for node in ledger.collect_from
             if not self._is_gone(nodes[node]) and not nodes[node].state.collected
         ]
         if missing and self.now < due and not _killing(nodes):
@@ -1128,7 +1118,7 @@ class _Step:
             return
         if _is_hang(end):
             steps = (nodes[node].state.step for node in ledger.nodes if node in nodes)
-            first_ranks = {node: world.first_rank for node, world in run.worlds.items()}
+            first_ranks = {node: world.first_rank for node, world in ledger.worlds.items()}
             step = max(steps, default=-1)
             end = root_cause.of_hang(end, self.view.stacks, step=step, first_ranks=first_ranks)
         self._stop_run(end)
@@ -1136,23 +1126,22 @@ class _Step:
     def _stop_run(self, end: Verdict) -> None:
         if end.state is not JobState.SUCCEEDED:
             self.add("stop", restart=self.ledger.restarts, why=end.reason)
-        self.change_run(stop_at=self.now)
+        self.change(stop_at=self.now)
         self.go(Stage.STOP, end=end)
 
     def stop(self) -> None:
         ledger, nodes = self.ledger, self.view.nodes
-        run = ledger.run
         # A coordinator that stood still could not receive meanwhile.
-        since = self.now if self.view.stalled else run.stop_at
+        since = self.now if self.view.stalled else ledger.stop_at
         grace = grace_after(ledger.ending, self.job.options, left=_left(ledger))
         due = since + grace + _STOP_SECONDS
         running = [
             node
-            for node in run.worlds
+            for node in ledger.worlds
             if node in nodes
             and nodes[node].here
             and not (nodes[node].state.idle and nodes[node].state.round >= ledger.round)
-            and nodes[node].joined_at <= run.began
+            and nodes[node].joined_at <= ledger.began
         ]
         if running and self.now < due:
             self.wake(due)

@@ -969,7 +969,7 @@ class Coordinator:
             link.reset()
         for name, fields in decision.events:
             sim.say(f"[{self.machine.number}] {name} {fields}")
-        if self.ledger.run.worlds and self.ledger.round != before:
+        if self.ledger.worlds and self.ledger.round != before:
             self.check_round()
         if self.ledger.stage is Stage.RESIGN:
             sim.say(f"coordinator {self.machine.number} resigns")

@@ -129,16 +129,16 @@ class Cluster:
             exits=(),
         )
         self.decide()
-        assert self.ledger.run.running
+        assert self.ledger.running
 
     def stop(self) -> None:
         """Let all nodes stop their workers as they are told."""
         for _ in range(2):
             if self.ledger.stage is Stage.COLLECT:
-                self.say(*self.ledger.run.collect_from, collected=True)
+                self.say(*self.ledger.collect_from, collected=True)
                 self.decide()
             if self.ledger.stage is Stage.STOP:
-                for number in self.ledger.run.worlds:
+                for number in self.ledger.worlds:
                     if self.nodes[number].here:
                         self.say(number, round=self.ledger.round, idle=True, ended=True)
                 self.decide()
@@ -215,7 +215,7 @@ def test_nodes_of_unequal_size_get_consecutive_ranks() -> None:
     for number, nproc in enumerate((1, 3, 2)):
         cluster.join(number, nproc=nproc)
     cluster.run()
-    found = cluster.ledger.run.worlds.values()
+    found = cluster.ledger.worlds.values()
     assert [(each.node_rank, each.first_rank, each.nproc) for each in found] == [
         (0, 0, 1), (1, 1, 3), (2, 4, 2),
     ]  # fmt: skip
@@ -227,7 +227,7 @@ def test_coordinator_without_workers_serves_the_store(serves_store: bool) -> Non
     cluster = Cluster(3, spares=1, max_restarts=1)
     cluster.job = replace(cluster.job, own=2, serves_store=serves_store)
     cluster.run()
-    worlds = cluster.ledger.run.worlds
+    worlds = cluster.ledger.worlds
     assert list(worlds) == ([0, 1, 2] if serves_store else [0, 1])
     if serves_store:
         assert replace(worlds[2], node_rank=1, first_rank=1, nproc=1) == worlds[1]
@@ -632,7 +632,7 @@ def test_after_failure_of_large_job_some_nodes_are_asked_for_stacks(
     else:
         cluster.fail(failed, failure(failed, node=failed, local=0))
         cluster.decide()
-    found = cluster.ledger.run.collect_from
+    found = cluster.ledger.collect_from
     # A time limit has no failed node; all are asked.
     assert abs(len(found) - asked) <= 1 + nnodes // MOST_NODES * (failed is not None)
     assert failed is None or failed in found
