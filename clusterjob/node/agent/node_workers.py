@@ -421,6 +421,9 @@ class PhaseRecorder:
             self._importing.add(local_rank)
             return
         self._importing.discard(local_rank)
+        missing = self._report.state.missing
+        if missing is not None and missing.local_rank == local_rank:
+            self._report.set(missing=None)  # it does not wait for those ranks any more
         # User code can write anything into the pipe.
         phase = next((each for each in _FROM_WORKER if each.value == message.phase), None)
         if phase is None or current is None or current in _OVER:
