@@ -30,7 +30,6 @@ from clusterjob.node.system.codec import MalformedMessageError
 from clusterjob.node.system.sanitize import sanitize
 from clusterjob.node.verdict import Failure
 
-_TOO_MANY = "too many unauthenticated connections"
 MAX_WAITING = 128  # unauthenticated connections, besides one for each agent that has not joined
 _BACKLOG = 4096  # connections
 # The part of those that may be unauthenticated which is accepted in one turn of the event loop. A
@@ -316,7 +315,8 @@ class Membership:
         try:
             if len(self._waiting) > self._max_waiting():
                 oldest = next(iter(self._waiting))
-                self._note_rejected(self._waiting.pop(oldest), _TOO_MANY)
+                why = "too many unauthenticated connections"
+                self._note_rejected(self._waiting.pop(oldest), why)
                 oldest.cancel()
             peer, channel = await self._admit(reader, writer)
             self._waiting.pop(task, None)

@@ -57,16 +57,12 @@ class Rule:
 _AGAIN = "it would fail again"
 
 
-def _never(why: str) -> Rule:
-    return Rule(requeue=False, why=why)
-
-
 # docs/reference.md shows this table; a test compares them.
 RULES: dict[FailureKind, Rule] = {
     FailureKind.CODE: Rule(once=True, requeue=False),
-    FailureKind.IMPORT: _never(f"a module cannot be imported: {_AGAIN}"),
-    FailureKind.OOM_HOST: _never("the memory is too small for this job"),
-    FailureKind.OOM_DEVICE: _never("the GPU's memory is too small for this job"),
+    FailureKind.IMPORT: Rule(requeue=False, why=f"a module cannot be imported: {_AGAIN}"),
+    FailureKind.OOM_HOST: Rule(requeue=False, why="the memory is too small for this job"),
+    FailureKind.OOM_DEVICE: Rule(requeue=False, why="the GPU's memory is too small for this job"),
     FailureKind.DEVICE: Rule(avoid=True),
     FailureKind.DISK: Rule(avoid=True, pause=True),
     FailureKind.NETWORK: Rule(avoid=True),
