@@ -203,21 +203,21 @@ class RoundEnd:
         ended_at: str | None = None,
     ) -> RoundEnd:
         """Return the entry of a round that has ended like this."""
-        failure, made_by = end.failure, (end.state, end.exit_code)
-        place: dict[str, Any] = {}
-        kind = next((kind for kind, each in _KINDS.items() if each == made_by), "")
-        if failure is not None:
-            kind = failure.kind.value
-            place = {"host": failure.host, "node": failure.node_rank, "rank": failure.rank}
+        times = {"started_at": started_at, "ended_at": ended_at}
+        if (failure := end.failure) is None:
+            made_by = (end.state, end.exit_code)
+            kind = next((kind for kind, each in _KINDS.items() if each == made_by), "")
+            return cls(attempt, restart, kind, message=end.reason[:_SHORT], **times)
         return cls(
             attempt,
             restart,
-            kind=kind,
-            **place,
-            started_at=started_at,
-            ended_at=ended_at,
-            message=(failure.message if failure else end.reason)[:_SHORT],
-            where=failure.where[:_SHORT] if failure else "",
+            failure.kind.value,
+            host=failure.host,
+            node=failure.node_rank,
+            rank=failure.rank,
+            message=failure.message[:_SHORT],
+            where=failure.where[:_SHORT],
+            **times,
         )
 
     def verdict(self) -> Verdict:
