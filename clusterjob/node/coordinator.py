@@ -88,9 +88,7 @@ class Coordinator:
             self._shift = earlier.state.clock - earlier.received_at
         name = moved_events(self._moves, topology.node_rank) if self._moves else EVENTS
         self._events = EventLog(self._job_dir / name, self._shift)
-        self.membership = Membership(
-            topology.nnodes, topology.node_rank, options=options, job=identity, events=self._events
-        )
+        self.membership = Membership(node, self._events)
         self._peers = self.membership.peers
         self._job = Job(
             options,

@@ -19,10 +19,11 @@ from typing import Any
 import pytest
 from procs import TEST_TIMEOUT, Job, wait_until
 
+from clusterjob.node.environments.topology import Topology
 from clusterjob.node.logs.events import EventLog
 from clusterjob.node.options import parse
 from clusterjob.node.rendezvous import messages, protocol
-from clusterjob.node.rendezvous.identity import JobIdentity
+from clusterjob.node.rendezvous.identity import JobIdentity, NodeJob
 from clusterjob.node.rendezvous.membership import Membership
 from clusterjob.node.stacks.grouping import Frame, RankStack, ThreadStack
 from clusterjob.node.states import NodeState, Order, Request
@@ -492,7 +493,8 @@ def test_agent_that_does_not_fit_the_job_is_refused_with_the_reason(
     async def join() -> None:
         job = JobIdentity("j", 0, b"t" * 16, ports=[0], has_torch=False)
         events = EventLog(tmp_path / "events.jsonl")
-        members = Membership(2, 0, parse(["x.py"]), job=job, events=events)
+        node = NodeJob(Topology(2, 0, 1, "", None, ""), parse(["x.py"]), job, tmp_path, print)
+        members = Membership(node, events)
         hello = messages.Hello(1, "h", pid=7, attempt=0, nnodes=2, nproc=1, key="own")
         if not changes:
             members.join(hello, lambda _message: None)
@@ -509,7 +511,8 @@ def test_lost_node_is_replaced_by_another_agent_only_with_a_token(
     async def join_thrice() -> None:
         job = JobIdentity("j", 0, b"t" * 16, ports=[0], has_torch=False, is_open=is_open)
         events = EventLog(tmp_path / "events.jsonl")
-        members = Membership(2, 0, parse(["x.py"]), job=job, events=events)
+        node = NodeJob(Topology(2, 0, 1, "", None, ""), parse(["x.py"]), job, tmp_path, print)
+        members = Membership(node, events)
         hello = messages.Hello(1, "h", pid=7, attempt=0, nnodes=2, nproc=1, key="own")
         peer = members.join(hello, lambda _message: None)
         peer.lost = True

@@ -9,14 +9,16 @@ from pathlib import Path
 
 import pytest
 
+from clusterjob.node.environments.topology import Topology
 from clusterjob.node.logs.events import EventLog, read_events
 from clusterjob.node.options import parse
-from clusterjob.node.rendezvous.identity import JobIdentity
+from clusterjob.node.rendezvous.identity import JobIdentity, NodeJob
 from clusterjob.node.rendezvous.membership import Membership, Stalls
 from clusterjob.node.rendezvous.messages import ConnectionLost, Hello
 
 OPTIONS = replace(parse(["x.py"]), heartbeat=0.01)
 JOB = JobIdentity("job", 0, b"token", [], has_torch=False)
+NODE_0 = NodeJob(Topology(2, 0, 1, "", None, source="test"), OPTIONS, JOB, Path(), print)
 
 
 @pytest.mark.parametrize(("count", "limit", "dropped"), [(200, 328, 0), (100, 10, 90)])
@@ -27,7 +29,7 @@ def test_waiting_agents_are_accepted_at_once_and_oldest_silent_ones_dropped_beyo
     events = tmp_path / "events.jsonl"
 
     async def serve() -> int:
-        members = Membership(2, 0, OPTIONS, JOB, EventLog(events))
+        members = Membership(NODE_0, EventLog(events))
         listener = socket.create_server(("127.0.0.1", 0))
         await members.open(listener, "127.0.0.1")
         peers = [socket.create_connection(listener.getsockname()) for _ in range(count)]
@@ -50,7 +52,7 @@ def test_stall_that_a_decision_notices_first_makes_no_agent_silent(tmp_path: Pat
 
     async def lost(stall: float) -> bool:
         nonlocal moment
-        members = Membership(2, 0, OPTIONS, JOB, EventLog(tmp_path / "events.jsonl"))
+        members = Membership(NODE_0, EventLog(tmp_path / "events.jsonl"))
         members.stalls = Stalls(OPTIONS.heartbeat, lambda: moment)
         peer = members.join(Hello(1, "gpu1", 1, 0, 2, 1), lambda _message: None)
         beating = asyncio.create_task(members._send_heartbeats())

@@ -20,9 +20,8 @@ from typing import Any
 from clusterjob.errors import RendezvousError
 from clusterjob.node.contract import TOKEN
 from clusterjob.node.logs.events import EventLog
-from clusterjob.node.options import LaunchOptions
 from clusterjob.node.rendezvous import messages, protocol
-from clusterjob.node.rendezvous.identity import JobIdentity
+from clusterjob.node.rendezvous.identity import NodeJob
 from clusterjob.node.rendezvous.protocol import Channel
 from clusterjob.node.states import Order
 from clusterjob.node.system import network
@@ -140,10 +139,7 @@ class Membership:
     """The agents of a job that have joined.
 
     Args:
-        nnodes: the number of agents that may join.
-        own: the node of the coordinator.
-        options: the heartbeat interval and the lease, in seconds.
-        job: the job's identity and secret.
+        node: the job, as the coordinator's node sees it.
         events: records who joined, and which connections were rejected.
 
     Attributes:
@@ -156,18 +152,15 @@ class Membership:
         stalls: the times for which this process itself did not run.
     """
 
-    def __init__(
-        self, nnodes: int, own: int, options: LaunchOptions, job: JobIdentity, events: EventLog
-    ) -> None:
+    def __init__(self, node: NodeJob, events: EventLog) -> None:
         self.peers: dict[int, Peer] = {}
         self.inbox: asyncio.Queue[tuple[Peer, Any]] = asyncio.Queue()
         self.refusal: Failure | None = None
-        self._nnodes = nnodes
-        self._own = own
-        self._options = options
-        self._job = job
+        self._nnodes = node.topology.nnodes
+        self._node = node
+        self._job = node.identity
         self._events = events
-        self.stalls = Stalls(options.heartbeat)
+        self.stalls = Stalls(node.options.heartbeat)
         self._serving: set[asyncio.Task[Any]] = set()
         # The addresses of unauthenticated peers, oldest first.
         self._waiting: dict[asyncio.Task[Any], str] = {}
@@ -372,17 +365,18 @@ class Membership:
         await channel.close()
 
     async def _send_heartbeats(self) -> None:
-        heartbeat = messages.Heartbeat()
+        heartbeat, options = messages.Heartbeat(), self._node.options
+        own = self._node.topology.node_rank
         while True:
-            await asyncio.sleep(self._options.heartbeat)
+            await asyncio.sleep(options.heartbeat)
             if stalled := self.stalls.tick():
-                self._events.add("stalled", node_rank=self._own, seconds=round(stalled, 1))
+                self._events.add("stalled", node_rank=own, seconds=round(stalled, 1))
             moment = time.monotonic()
             for node_rank, peer in self.peers.items():
                 peer.send(heartbeat)
                 if stalled:
                     peer.heard_at = moment  # this process could not receive meanwhile
                 silence = moment - peer.heard_at
-                if silence > self._options.lease and not peer.lost and node_rank != self._own:
+                if silence > options.lease and not peer.lost and node_rank != own:
                     lost = messages.ConnectionLost(f"no message for {silence:.0f} s")
                     self.inbox.put_nowait((peer, lost))
