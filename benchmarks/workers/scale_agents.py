@@ -206,7 +206,6 @@ class Agents:
             agent.write(state(ended=True))
         elif order["collect"]:
             agent.write(stack_of(agent.node_rank))
-            agent.write(b'{"type": "StacksCollected", "restart": 0}')
             agent.write(state(started=True, idle=False, collected=True))
         elif order["world"] is not None and not agent.runs:
             agent.runs = True

@@ -57,7 +57,6 @@ async def act_as_node_0(
             membership.receive(peer, state)
             joined.set()
         if order.collect:
-            membership.receive(peer, messages.StacksCollected(order.round))
             membership.receive(peer, replace(state, collected=True))
         if order.stop is not None:
             report("stopping")

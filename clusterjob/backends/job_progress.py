@@ -185,17 +185,17 @@ class _Phases:
             self.progress = JobProgress(phase, 0, self._world_size)
         elif kind == "running":
             self._start()
-        elif kind == "importing":  # without a fork, each rank imports torch
-            self._importing = event.get("torch") is True
-            self._start()
         elif kind == "ranks":
             joined, formed = _count(event, "joined"), _count(event, "formed")
+            self._importing = event.get("importing") is True  # without a fork, each rank does
             if self._world_size and formed >= self._world_size:
                 self.progress = JobProgress(
                     JobPhase.RUNNING, formed, self._world_size, detail=self._few_nodes
                 )
-            else:
+            elif joined:
                 self.progress = JobProgress(JobPhase.RANKS, joined, self._world_size)
+            else:
+                self._start()
         elif kind == "stop":
             why = event.get("why")
             detail = why[:_MAX_DETAIL] if isinstance(why, str) else ""

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
+import shutil
 import socket
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from itertools import accumulate
-from pathlib import Path
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from clusterjob.errors import RendezvousError
@@ -23,25 +23,22 @@ from clusterjob.node.logs.events import EventLog, ended_rounds, now
 from clusterjob.node.logs.job_dir import EVENTS, moved_events
 from clusterjob.node.metrics.stragglers import StragglerWatch, Wait
 from clusterjob.node.preflight import HeatTable
-from clusterjob.node.rendezvous import membership, messages, outcome, policy, succession
+from clusterjob.node.rendezvous import membership, messages, policy, succession
 from clusterjob.node.rendezvous.identity import JobIdentity, NodeJob
 from clusterjob.node.rendezvous.membership import Membership, Peer
 from clusterjob.node.rendezvous.messages import CoordinatorState, Lasting, Succession
-from clusterjob.node.rendezvous.outcome import Outcome
 from clusterjob.node.rendezvous.succession import Earlier
 from clusterjob.node.stacks import grouping
 from clusterjob.node.stacks.grouping import RankStack
-from clusterjob.node.states import NodeState, OrderWithStore
+from clusterjob.node.states import Measure, NodeState, OrderWithStore
 from clusterjob.node.system import files, processes
 from clusterjob.node.system.sanitize import sanitize
-from clusterjob.node.verdict import Failure, JobState, Verdict, bounded
+from clusterjob.node.verdict import PREEMPTED_EXIT_CODE, Failure, JobState, Verdict, bounded
 
 if TYPE_CHECKING:
     from clusterjob.node.notifications import Notifier
 
-# While states pour in, a decision follows when none has come for _GAP_SECONDS, at the latest
-# _BATCH_SECONDS after the last one.
-_GAP_SECONDS, _BATCH_SECONDS = 0.005, 0.05
+_GAP_SECONDS = 0.005  # seconds from a change to the decision: several nodes may change at once
 _MOST_NAMED = 8  # hosts that the preflight has found slow
 _MAX_CONSEQUENCES = 256  # failures that a verdict lists besides the root cause
 _MAX_MESSAGE = 200  # characters of the message of such a failure
@@ -80,44 +77,41 @@ class Coordinator:
         topology, options, identity = node.topology, node.options, node.identity
         self._node = node
         self._topology = topology
-        self._options = options
         self._identity = identity
         self._job_dir = node.directory
         self._watch = watch
         self._notifier = notifier
         self._earlier = earlier
-        self._own = topology.node_rank
         self._moves, self._shift = 0, 0.0  # to the clock of the job's events
         if earlier is not None:
             self._moves = earlier.state.moves + earlier.moved
             self._shift = earlier.state.clock - earlier.received_at
-        name = moved_events(self._moves, self._own) if self._moves else EVENTS
+        name = moved_events(self._moves, topology.node_rank) if self._moves else EVENTS
         self._events = EventLog(self._job_dir / name, self._shift)
-        self.membership = Membership(
-            topology.nnodes, self._own, options=options, job=identity, events=self._events
-        )
+        self.membership = Membership(node, self._events)
         self._peers = self.membership.peers
         self._job = Job(
             options,
             nnodes=topology.nnodes,
-            own=self._own,
+            own=topology.node_rank,
             attempt=identity.attempt,
+            serves_store=options.launcher == "agent" and identity.has_torch,
             moves=succession.may_move(node),
-            asks_slurm=topology.source == slurm_env.SOURCE and succession.has_scontrol(),
+            asks_slurm=topology.source == slurm_env.SOURCE and bool(shutil.which("scontrol")),
         )
         self._nodes: dict[int, Node] = {}
         self._ledger = Ledger(since=time.monotonic())
         self._store: socket.socket | None = None  # of the preflight or of the newest round
-        self._evidence: Evidence | None = None
+        self._stacks: dict[int, RankStack] = {}  # that were collected in the newest round, by rank
         self._stragglers: StragglerWatch | None = None
-        self._saving: asyncio.Future[None] | None = None
+        self._saving: asyncio.Future[str] | None = None  # of these stacks: the path of the file
         self._slurm_up: bool | None = None
         self._kept: tuple[Any, ...] = ()  # what the successors know
         self._began = time.monotonic()
         self._begun = policy.begin_attempt(options, self._job_dir, identity.attempt)
         self._found: dict[str, Any] = {}  # by the preflight
         self._due = 0.0  # when to decide if nothing changes
-        self._earliest = self._latest = 0.0  # when to decide after a change
+        self._earliest = 0.0  # when to decide after a change
 
     # -- the job -----------------------------------------------------------------------------------
 
@@ -162,63 +156,59 @@ class Coordinator:
             return
         earlier_, state = self._earlier, self._earlier.state
         if earlier_.moved:
-            self._node.print_line(f"node {self._own} coordinates the job now: {earlier_.why}")
-        known = vars(state.lasting)
-        ledger = Ledger(
-            **known | {"deadline": earlier_.received_at + state.lasting.deadline},
-            stage=Stage.RUN,
-            since=time.monotonic(),
-            gone=earlier_.gone,
-            ended=frozenset({state.node} if earlier_.moved and earlier_.ended else ()),
-            started=state.lasting.first_started,
-        )
+            self._node.print_line(f"node {self._job.own} coordinates the job now: {earlier_.why}")
+        moment = time.monotonic()
+        loss = Loss(earlier_.why, moment, ended=earlier_.ended)
+        self._nodes[state.node] = Node(state.node, state.host, pid=0, nproc=1).lose(loss)
         lost = Failure.of_node(state.node, state.host, message=earlier_.why)
-        self._apply(core.take_over(self._job, ledger, self._view(), time.monotonic(), lost))
+        deadline = earlier_.received_at + state.lasting.deadline
+        lasting = replace(state.lasting, deadline=deadline)
+        self._ledger = core.take_over(self._job, lasting, lost, moment, earlier_.gone)
 
     async def _step(self) -> None:
         """Wait for a change or for the time of the next decision; decide."""
-        moment, at = time.monotonic(), self._due
-        changed = self._receive_waiting()
-        while True:
+        inbox, moment, at = self.membership.inbox, time.monotonic(), self._due
+        while not inbox.empty() or moment < at:
+            changed = False
+            if not inbox.empty():
+                changed = self._receive(*inbox.get_nowait())
+            else:
+                with contextlib.suppress(asyncio.TimeoutError):
+                    found = await asyncio.wait_for(inbox.get(), min(at - moment, 3600.0))
+                    changed = self._receive(*found)
             if changed:
-                at = max(self._earliest, min(self._latest, moment + _GAP_SECONDS))
-            if moment >= at:
-                break
-            found = await self.membership.next_message(min(at - moment, 3600.0))
-            changed = found is not None and self._receive(*found)
-            changed = self._receive_waiting() or changed
+                at = min(at, max(self._earliest, moment + _GAP_SECONDS))
             moment = time.monotonic()
         decision = core.decide(self._job, self._ledger, self._view(), moment)
         self._apply(decision)
-        lasted = time.monotonic() - moment
-        self._earliest = moment + 2 * lasted  # of thousands of nodes: receive as long as it takes
-        self._latest = moment + lasted + _BATCH_SECONDS
+        # With thousands of nodes, decisions take at most a fifth of the time.
+        self._earliest = moment + 5 * (time.monotonic() - moment)
         if decision.asks_slurm:
             host = this_node.node_name()
             self._slurm_up = await asyncio.to_thread(succession.slurm_says_down, host) is False
             self._due = 0.0
-        elif self._ledger.stage is Stage.START:
-            await self._start_round()
         elif self._ledger.stage is Stage.RESIGN:
             raise MinorityError("the other nodes may still run without this one")
 
     def _view(self) -> View:
         ledger, waits = self._ledger, self._ledger.stage is Stage.WAIT
-        refused = ends.refusals(self._job_dir, self._identity.attempt) if waits else []
+        found = ends.refusals(self._job_dir, self._identity.attempt) if waits else []
+        refused = next(iter(found), None)
         if waits and ledger.round < 0:  # later, who may not join is nobody that the job waits for
-            refused = self.membership.refusals or refused
+            refused = self.membership.refusal or refused
         ended: frozenset[int] = frozenset()
-        if waits and any(self._nodes[node].lost for node in ledger.nodes if node in self._nodes):
-            found = ends.written(self._job_dir, self._identity.attempt)
-            ended = frozenset(end["node_rank"] for end in found)
+        nodes = [self._nodes[node] for node in ledger.nodes if node in self._nodes]
+        if waits and not all(node.here for node in nodes):
+            written = ends.written(self._job_dir, self._identity.attempt)
+            ended = frozenset(end["node_rank"] for end in written)
         return View(
             self._nodes,
             time=now(),
             refused=refused,
             ended=ended,
             slurm_up=self._slurm_up,
-            stalled=self.membership.stalls.recent(self._options.lease),
-            stacks=self._evidence.in_order() if self._evidence is not None else (),
+            stalled=self.membership.stalls.recent(self._job.options.lease),
+            stacks=[self._stacks[rank] for rank in sorted(self._stacks)],
             slow={int(node): why for node, why in self._found.get("slow", {}).items()},
         )
 
@@ -231,88 +221,78 @@ class Coordinator:
             self._node.print_line(line)
         for name, fields in decision.events:
             self._events.add(name, **fields)
-            self._notify(name, fields, before.end)
+            self._notify(name, fields, before)
             if name == "avoid":
                 ends.avoid(self._job_dir, fields["host"])
         for node, why in decision.dropped.items():
             self._lose(self._peers[node], why)
-        stage = self._ledger.stage
-        if stage is Stage.MEASURE and before.stage is not Stage.MEASURE:
-            self._begin_measuring()
-        cancelled = stage is Stage.END and not self._ledger.slow
-        if before.stage is Stage.MEASURE and stage is not Stage.MEASURE and not cancelled:
-            self._report_preflight()
-        if stage is Stage.COLLECT and before.stage is not Stage.COLLECT:
-            self._expect_stacks()
+        if self._ledger.worlds and self._ledger.round != before.round:
+            self._begin_round()
+        if self._ledger.measure is not None and before.measure is None:
+            self._begin_measuring(self._ledger.measure)
+        if self._ledger.slow is not None and before.slow is None:
+            self._report_preflight(self._ledger.slow)
         self._send_orders()
-        if stage is Stage.STOP and before.stage is not Stage.STOP and self._evidence is not None:
+        stopped = self._ledger.stage is Stage.STOP and before.stage is Stage.COLLECT
+        if stopped and self._stacks:
             # After the orders: the stacks of thousands of ranks take a second.
-            loop, save = asyncio.get_running_loop(), self._evidence.save
-            self._saving = loop.run_in_executor(files.disk, save, self._job_dir, self._events)
+            self._saving = asyncio.get_running_loop().run_in_executor(
+                files.disk, self._save_stacks, self._ledger, self._view()
+            )
         self._keep_state()
 
-    def _notify(self, name: str, fields: dict[str, Any], end: Outcome | None) -> None:
+    def _notify(self, name: str, fields: dict[str, Any], before: Ledger) -> None:
         if self._notifier is None:
             return
         if name == "restart":
-            failure = end.failure if end is not None else None
-            most = policy.most_restarts(self._options, self._topology.nnodes)
-            self._notifier.restarts(fields["restart"], most, fields["why"], failure=failure)
+            number, most, failure = fields["restart"], fields["most"], before.ending.failure
+            self._notifier.restarts(number, most, fields["why"], failure=failure)
         elif name == "started" and self._ledger.round == 0:
             self._notifier.started(len(fields["nodes"]), fields["world_size"])
 
     def _send_orders(self) -> None:
-        for node, wanted in core.orders(self._job, self._ledger, self._nodes):
-            order = wanted
-            serves = order.world is not None or order.measure is not None
-            if node == self._own and serves and self._store is not None:
-                order = OrderWithStore(**vars(order), store=self._store)
-            peer = self._peers[node]
-            if peer.order is not order and peer.order != order:
-                peer.order = order
-                peer.send(order)
+        for node, order in core.orders(self._job, self._ledger, self._nodes):
+            peer, wanted = self._peers[node], order
+            if node == self._job.own and (order.world is not None or order.measure is not None):
+                wanted = OrderWithStore(**vars(order), store=self._store)
+            if peer.order is not wanted and peer.order != wanted:
+                peer.order = wanted
+                peer.send(wanted)
 
     # -- the begin of a round ----------------------------------------------------------------------
 
-    async def _start_round(self) -> None:
-        """Bind the port of the store, and give each node its place."""
-        nodes = self._ledger.chosen
-        worlds, self._store = plan_round(
-            nodes,
-            {node: self._peers[node].hello for node in {*nodes, self._own}},
-            self._ledger.round + 1,
-            topology=self._topology,
-            store_at=store_address(self._topology, self._peers.values()),
-            job=self._identity,
-            serve_store=self._options.launcher == "agent" and self._identity.has_torch,
+    def _begin_round(self) -> None:
+        """Bind the port of the store, and tell it to each node."""
+        ledger = self._ledger
+        peers = {node: self._peers[node].hello for node in ledger.worlds}
+        store_at = store_address(self._topology, self._peers.values())
+        worlds, self._store = with_store(
+            ledger.worlds, peers, self._topology, store_at, job=self._identity
         )
+        self._ledger = replace(ledger, worlds=worlds)
         self._slurm_up = None
-        self._evidence = None
-        view, moment = self._view(), time.monotonic()
-        self._apply(core.begin(self._job, self._ledger, view, moment, worlds))
+        self._stacks, self._saving = {}, None
         self._stragglers = StragglerWatch(
-            self._ledger.round, len(nodes), self._ledger.run.world_size, self._events
+            ledger.round, len(ledger.nodes), ledger.world_size, self._events
         )
 
     # -- the preflight -----------------------------------------------------------------------------
 
-    def _begin_measuring(self) -> None:
-        measure, alone = self._ledger.measure, self._topology.nnodes == 1
-        assert measure is not None
+    def _begin_measuring(self, measure: Measure) -> None:
         address = store_address(self._topology, self._peers.values())
-        self._store = membership.listen(address, [0], alone=alone)
+        self._store = membership.listen(address, [0], alone=self._topology.nnodes == 1)
         port = int(self._store.getsockname()[1])
         self._ledger = replace(self._ledger, measure=replace(measure, address=address, port=port))
         self._node.print_line(f"preflight: measuring {_count(len(measure.nodes))}")
 
-    def _report_preflight(self) -> None:
+    def _report_preflight(self, slow_nodes: Mapping[int, str]) -> None:
         """Print what the preflight has found, and write it into the events."""
         found: dict[str, Any] = {"seconds": 0.0, "findings": [], "columns": [], "rows": {}}
         found |= self._found
         names = core.host_names(self._nodes)
         rows = [(names[int(node)], cells) for node, cells in found["rows"].items()]
         table = HeatTable.of(found["columns"], rows)
-        slow = core.slow_lines(self._ledger, self._nodes)[:_MOST_NAMED]
+        slow = core.slow_lines(slow_nodes, self._nodes)[:_MOST_NAMED]
         measured = f"{_count(table.hosts)} in {found['seconds']} s"
         for line in (
             f"preflight: {measured}; cells are parts of the median",
@@ -331,12 +311,6 @@ class Coordinator:
 
     # -- messages of the agents --------------------------------------------------------------------
 
-    def _receive_waiting(self) -> bool:
-        changed = False
-        while not self.membership.inbox.empty():
-            changed = self._receive(*self.membership.inbox.get_nowait()) or changed
-        return changed
-
     def _receive(self, peer: Peer, message: Any) -> bool:
         """Take a message; return whether it may change what follows."""
         node = peer.node_rank
@@ -349,22 +323,27 @@ class Coordinator:
         elif isinstance(message, messages.CoordinatorLost):
             self._lose(peer, sanitize(message.why), by_agent=True)
         elif isinstance(message, NodeState):
+            if message.by_exec and not self._nodes[node].state.by_exec:
+                self._events.add("exec", node_rank=node, why=message.by_exec)
             self._nodes[node] = self._nodes[node].receive(message, time.monotonic())
         elif isinstance(message, messages.PreflightFound):  # never on the wire: of its own process
             self._found = message.result
         elif isinstance(message, messages.RankWaits):
-            waits = waits_of(message, self._ledger.run.worlds.get(node))
+            waits = waits_of(message, self._ledger.worlds.get(node))
             if waits and self._stragglers is not None:
                 self._stragglers.receive(node, peer.hello.host, waits)
             return False
-        elif isinstance(message, (messages.StackFound, messages.StacksCollected)):
-            if self._evidence is not None:
-                self._evidence.receive(node, message)
+        elif isinstance(message, messages.StackFound):
+            world, rank = self._ledger.worlds.get(node), message.stack.rank
+            wanted = self._ledger.stage is Stage.COLLECT and message.restart == self._ledger.round
+            if wanted and world is not None and 0 <= rank - world.first_rank < world.nproc:
+                self._stacks[rank] = replace(message.stack, host=peer.hello.host)
             return False
         return True
 
     def _join(self, peer: Peer) -> None:
         hello, moment = peer.hello, time.monotonic()
+        before = self._nodes.get(peer.node_rank)
         self._nodes[peer.node_rank] = Node(
             peer.node_rank,
             hello.host,
@@ -373,40 +352,49 @@ class Coordinator:
             joined_at=moment,
             heard_at=moment,
             state=NodeState(seen=hello.rounds),
+            losses=before.losses if before is not None else (),
         )
         self._send_succession([peer])
 
     def _lose(self, peer: Peer, why: str, *, ended: bool = False, by_agent: bool = False) -> None:
         if not peer.lost:
-            lost = Loss(why, time.monotonic(), ended=ended, by_agent=by_agent)
-            node = self._nodes[peer.node_rank]
-            self._nodes[peer.node_rank] = replace(node, lost=lost)
+            loss = Loss(why, time.monotonic(), ended=ended, by_agent=by_agent)
+            self._nodes[peer.node_rank] = self._nodes[peer.node_rank].lose(loss)
             peer.lost = True
 
     # -- stacks ------------------------------------------------------------------------------------
 
-    def _expect_stacks(self) -> None:
-        ledger, job = self._ledger, self._identity
-        why, asked = ledger.ending.reason, dict[int, tuple[str, range]]()
-        for node in ledger.run.collect_from:
-            world = ledger.run.worlds[node]
-            ranks = range(world.first_rank, world.first_rank + world.nproc)
-            asked[node] = self._nodes[node].host, ranks
-        living = sum(1 for node in ledger.nodes if not self._nodes[node].state.ended)
+    def _save_stacks(self, ledger: Ledger, view: View) -> str:
+        """Write the stacks of a round that is stopped; return the path, empty without a file."""
+        job, why, nodes = self._identity, ledger.ending.reason, view.nodes
+        asked = [nodes[node] for node in sorted(ledger.collect_from)]
+        living = sum(1 for node in ledger.nodes if not nodes[node].state.ended)
         if len(asked) < living:
             why += f" (stacks of {len(asked)} of {living} nodes)"
-        round_ = grouping.Round(job.job_id, job.attempt, ledger.round, node_rank=self._own)
-        self._evidence = Evidence(round_, why, asked)
+        round_ = grouping.Round(job.job_id, job.attempt, ledger.round, node_rank=self._job.own)
+        silent = [each for each in asked if not each.state.collected]
+        try:
+            path = grouping.write_evidence(
+                self._job_dir,
+                round_,
+                view.stacks,
+                why=why,
+                silent=[f"node {each.node_rank} on {each.host}" for each in silent],
+                dumps=[sanitize(dump) for each in asked for dump in each.state.dumps],
+            )
+        except OSError as error:
+            self._events.add("evidence", why=why, error=error.strerror)
+            return ""
+        self._events.add("evidence", why=why, path=path, ranks=len(view.stacks))
+        return path
 
     # -- another coordinator -----------------------------------------------------------------------
 
     def _keep_state(self) -> None:
         """Keep the ledger for another coordinator when a round begins, and when it has changed."""
-        ledger = self._ledger
-        if not self._options.restarts or ledger.stage is not Stage.RUN:
-            return
+        ledger, restarts = self._ledger, self._job.options.restarts
         known = (ledger.round, ledger.groups, ledger.deadline)
-        if known == self._kept:
+        if not restarts or ledger.stage is not Stage.RUN or known == self._kept:
             return
         self._kept = known
         moment = time.monotonic()
@@ -418,14 +406,12 @@ class Coordinator:
                 rounds=ledger.rounds[-_MOST_ROUNDS:],
                 deadline=min(max(0.0, ledger.deadline - moment), _NO_LIMIT),
             ),
-            node=self._own,
+            node=self._job.own,
             host=this_node.node_name(),
             moves=self._moves,
             process=processes.identity(os.getppid()),
-            addresses=tuple(each.address for each in succession.successors(self._peers, self._own)),
             clock=moment + self._shift,
             made_at=moment,
-            boot_id=processes.boot_id(),
         )
         files.later(succession.write_state, self._job_dir, self._state)
         self._send_succession(self._peers.values())
@@ -434,8 +420,8 @@ class Coordinator:
         """Tell agents who may take the coordinator's place, and these its state."""
         if not self._job.moves or not self._kept:
             return
-        order = succession.successors(self._peers, self._own)
-        heirs = {each.node for each in order}
+        order = succession.successors(self._peers, self._job.own)
+        heirs = {node for node, _ in order}
         brief = Succession(order, self._state.lasting.round + 1)
         full = replace(brief, state=self._state)  # each is one message: it is encoded once for all
         for peer in peers:
@@ -445,16 +431,11 @@ class Coordinator:
     # -- the end -----------------------------------------------------------------------------------
 
     async def _give_verdict(self) -> Verdict:
-        if self._saving is not None:
-            await self._saving
+        path = await self._saving if self._saving is not None else ""
         ledger, end = self._ledger, self._ledger.ending
         _, others = core.explain(self._job, ledger, self._view())
-        evidence = self._evidence
-        verdict = Verdict(
-            end.state,
-            end.exit_code,
-            reason=end.reason,
-            failure=end.failure,
+        verdict = replace(
+            end,
             # Every worker has its own log; the messages of a thousand ranks do not fit into one
             # message between agents.
             consequences=tuple(
@@ -466,8 +447,8 @@ class Coordinator:
             attempt=self._identity.attempt,
             started_at=ledger.first_started,
             ended_at=now(),
-            evidence=evidence.path if evidence is not None else "",
-            evidence_ranks=len(evidence.stacks) if evidence is not None and evidence.path else 0,
+            evidence=path,
+            evidence_ranks=len(self._stacks) if path else 0,
             attempts=bounded(ledger.rounds),
         )
         loop = asyncio.get_running_loop()
@@ -480,16 +461,20 @@ class Coordinator:
 
     def _record_verdict(self, verdict: Verdict) -> Verdict:
         ledger = self._ledger
-        if ledger.more_memory:
+        if factor := policy.more_memory(verdict, self._job.options, ledger.rounds):
+            reason = f"{verdict.reason}; queued again with {factor:g} times the memory"
+            again: dict[str, Any] = {
+                "state": JobState.PREEMPTED,
+                "exit_code": PREEMPTED_EXIT_CODE,
+            }
             try:
-                ends.want_memory(self._job_dir, self._identity.attempt, ledger.more_memory)
+                ends.want_memory(self._job_dir, self._identity.attempt, factor)
             except OSError as error:
-                assert verdict.failure is not None
-                end = outcome.failed(verdict.failure)
-                reason = f"{end.reason} (not queued again: {error.strerror})"
-                verdict = replace(verdict, state=end.state, exit_code=end.exit_code, reason=reason)
+                reason = f"{verdict.reason} (not queued again: {error.strerror})"
+                again = {}
+            verdict = replace(verdict, reason=reason, **again)
         verdict = policy.end_attempt(
-            self._options,
+            self._job.options,
             self._job_dir,
             verdict,
             self._begun,
@@ -509,70 +494,6 @@ class Coordinator:
             reason = f"{verdict.reason} (not recorded: {error.strerror})".strip()
             verdict = replace(verdict, reason=reason)
         return verdict
-
-
-@dataclass
-class Evidence:
-    """The stacks of the ranks of one round, which are collected before it is stopped.
-
-    Attributes:
-        round: the round, whose node is the coordinator's.
-        why: why it is stopped.
-        asked: the nodes that were asked, with the host and the ranks of each.
-        stacks: the stacks that have arrived, by rank.
-        dumps: the dumps of torch's flight recorder.
-        answered: the nodes that have sent all.
-        path: the text file, relative to the job directory; empty if there is none.
-    """
-
-    round: grouping.Round
-    why: str
-    asked: Mapping[int, tuple[str, range]]
-    asked_at: float = field(default_factory=time.monotonic)
-    stacks: dict[int, RankStack] = field(default_factory=dict)
-    dumps: list[str] = field(default_factory=list)
-    answered: set[int] = field(default_factory=set)
-    path: str = ""
-
-    def in_order(self) -> list[RankStack]:
-        """Return the stacks in order of ranks."""
-        return [self.stacks[rank] for rank in sorted(self.stacks)]
-
-    def receive(self, node: int, message: messages.StackFound | messages.StacksCollected) -> None:
-        """Keep what a node sends; it answers once, for its own ranks."""
-        if node not in self.asked or node in self.answered or message.restart != self.round.restart:
-            return
-        host, ranks = self.asked[node]
-        if isinstance(message, messages.StacksCollected):
-            self.answered.add(node)
-            self.dumps += map(sanitize, message.dumps)
-        elif message.stack.rank in ranks:
-            self.stacks[message.stack.rank] = replace(message.stack, host=host)
-
-    def save(self, job_dir: Path, events: EventLog) -> None:
-        """Write the files, unless every rank has ended."""
-        if not self.stacks:
-            return
-        silent = sorted(self.asked.keys() - self.answered)
-        try:
-            self.path = grouping.write_evidence(
-                job_dir,
-                self.round,
-                self.in_order(),
-                why=self.why,
-                silent=[f"node {node} on {self.asked[node][0]}" for node in silent],
-                dumps=self.dumps,
-            )
-        except OSError as error:
-            events.add("evidence", why=self.why, error=error.strerror)
-            return
-        events.add(
-            "evidence",
-            why=self.why,
-            path=self.path,
-            ranks=len(self.stacks),
-            seconds=round(time.monotonic() - self.asked_at, 3),
-        )
 
 
 def waits_of(message: messages.RankWaits, world: World | None) -> dict[int, Wait]:
@@ -602,81 +523,55 @@ def store_address(topology: Topology, peers: Iterable[Peer]) -> str:
     return next((each for each in reversed(addresses) if each in reached), addresses[0])
 
 
-def plan_round(
-    nodes: Sequence[int],
+def with_store(
+    worlds: Mapping[int, World],
     peers: Mapping[int, messages.Hello],
-    restart: int,
     topology: Topology,
     store_at: str,
     job: JobIdentity,
-    *,
-    serve_store: bool,
 ) -> tuple[dict[int, World], socket.socket | None]:
-    """Bind the store's port; return every node's world, by its number, and the store's socket.
+    """Bind the store's port; return the worlds of a round with it, and the store's socket.
 
-    The coordinator's agent serves that socket as torch's store; if its node runs no workers, its
-    world has none. The socket is None if rank 0, or torchrun's own agent, binds the port.
+    The socket is None if rank 0, or torchrun's own agent, binds the port.
 
     Args:
-        nodes: the nodes that run workers, in the order of their ranks.
+        worlds: the place of each node, in the order of their ranks.
         peers: the first message of each agent, by the number of its node.
-        restart: the number of the round, from 0.
         topology: the coordinator's node.
         store_at: the coordinator's address for the store; see `store_address`.
         job: the job's identity.
-        serve_store: whether the coordinator's agent serves torch's store.
 
     Raises:
         RendezvousError: no port for the store is free.
     """
-    own, first = topology.node_rank, nodes[0]
+    working = [peers[node] for node, world in worlds.items() if world.nproc]
+    first, round_ = working[0], worlds[working[0].node_rank]
     store: socket.socket | None = None
-    if serve_store or first == own:
-        candidates = [0]
-        if not serve_store:  # a worker binds the port later, so it must not be ephemeral
-            candidates = candidate_ports(f"{job.job_id}\0{restart}", job.attempt)
+    if round_.agent_store:
         address = store_at
-        store = membership.listen(address, candidates, alone=topology.nnodes == 1)
+        store = membership.listen(address, [0], alone=topology.nnodes == 1)
         port = int(store.getsockname()[1])
-        if not serve_store:
-            store.close()
-    else:
-        address = peers[first].address
-        port = candidate_ports(f"{job.job_id}\0{restart}", job.attempt)[0]
-    working = [peers[node] for node in nodes]
-    *first_ranks, world_size = [0, *accumulate(peer.nproc for peer in working)]
+    else:  # a worker binds the port later, so it must not be ephemeral
+        address = store_at if first.node_rank == topology.node_rank else first.address
+        port = candidate_ports(f"{job.job_id}\0{round_.restart}", job.attempt)[0]
     # One endpoint per worker. A node holds one more, which rank 0 binds for its framework.
     held = all(len(peer.endpoints) > peer.nproc for peer in working)
-    endpoints = ""
-    if held and any(peer.wants_endpoints for peer in working):  # long: make it only if needed
-        of_all = [each for peer in working for each in peer.endpoints[: peer.nproc]]
-        endpoints = worker_variables.endpoint_list(of_all)
-
-    tasks = slurm_env.tasks_per_node([peer.nproc for peer in working])
-    step_nodes = slurm_env.nodes_of_round([peer.host for peer in working], os.environ)
-
-    def world(peer: messages.Hello, node_rank: int, first_rank: int, nproc: int) -> World:
-        return World(
-            restart,
-            address,
-            master_port=port,
-            agent_store=serve_store,
-            node_rank=node_rank,
-            nnodes=len(nodes),
-            nproc=nproc,
-            first_rank=first_rank,
-            world_size=world_size,
-            endpoints_master=working[0].endpoints[-1] if held else "",
-            endpoints=endpoints if peer.wants_endpoints else "",
-            own_endpoints=",".join(peer.endpoints[:nproc]),
-            tasks_per_node=tasks,
-            step_nodes=step_nodes,
-        )
-
-    worlds = {
-        peer.node_rank: world(peer, node_rank, first_rank=rank, nproc=peer.nproc)
-        for node_rank, (peer, rank) in enumerate(zip(working, first_ranks, strict=True))
+    of_all = [each for peer in working for each in peer.endpoints[: peer.nproc]]
+    endpoints = worker_variables.endpoint_list(of_all) if held else ""
+    common: dict[str, Any] = {
+        "master_addr": address,
+        "master_port": port,
+        "endpoints_master": first.endpoints[-1] if held else "",
+        "tasks_per_node": slurm_env.tasks_per_node([peer.nproc for peer in working]),
+        "step_nodes": slurm_env.nodes_of_round([peer.host for peer in working], os.environ),
     }
-    if serve_store and own not in worlds:
-        worlds[own] = world(peers[own], len(nodes), first_rank=world_size, nproc=0)
-    return worlds, store if serve_store else None
+    found = {
+        node: replace(
+            world,
+            **common,
+            endpoints=endpoints if peers[node].wants_endpoints else "",
+            own_endpoints=",".join(peers[node].endpoints[: world.nproc]),
+        )
+        for node, world in worlds.items()
+    }
+    return found, store

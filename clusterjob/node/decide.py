@@ -9,23 +9,23 @@ from __future__ import annotations
 
 import enum
 import math
+import signal
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import accumulate
 from typing import Any
 
 from clusterjob.node.contract import World
 from clusterjob.node.logs import failure_texts
 from clusterjob.node.logs.events import ROUND_ENDED
 from clusterjob.node.options import GRACE, LaunchOptions
-from clusterjob.node.rendezvous import outcome, policy, root_cause
+from clusterjob.node.rendezvous import policy, root_cause
 from clusterjob.node.rendezvous.messages import Lasting, Members
-from clusterjob.node.rendezvous.outcome import Outcome
 from clusterjob.node.rendezvous.root_cause import Entry
 from clusterjob.node.rendezvous.succession import may_go_on
 from clusterjob.node.stacks.grouping import RankStack
 from clusterjob.node.states import (
-    Found,
     Measure,
     Missing,
     NodeState,
@@ -38,10 +38,14 @@ from clusterjob.node.states import (
 from clusterjob.node.system.ranges import ranges, ranks_text
 from clusterjob.node.system.sanitize import sanitize
 from clusterjob.node.verdict import (
+    CANCELLED_EXIT_CODE,
     PREEMPTED_EXIT_CODE,
+    TIMEOUT_EXIT_CODE,
     Failure,
     FailureKind,
     JobState,
+    RoundEnd,
+    Verdict,
 )
 
 _SETTLE_SECONDS = 5.0  # seconds to wait for more nodes when there are enough: others start too
@@ -65,12 +69,11 @@ _MARGIN = 2.0  # seconds for the verdict of a job that is preempted, beyond the 
 # The interval of the looks for a hang: a part of the timeout, between these seconds.
 _HANG_PARTS, _HANG_SHORTEST, _HANG_LONGEST = 20, 1.0, 5.0
 _SAMPLE_SECONDS = 4.0  # seconds for all nodes to answer
-_HANG_JITTER = 0.5  # seconds by which the network may delay a sign of life
 _NO_ANSWER = "does not answer the stop order"
 _NOT_STARTED = "before its workers had started"
 _PREFLIGHT_SECONDS = 30.0  # the longest preflight, after the start of its processes
 MEASURED = "done"
-_SMALL_WORLD, _MOST_IMPORTS = 16, 4  # ranks; events
+_COUNT_SECONDS = 1.0  # seconds between two events that count ranks, but for the last one
 
 
 _NEW_STATE = NodeState()
@@ -79,9 +82,7 @@ _NEW_STATE = NodeState()
 class Stage(enum.Enum):
     """What the coordinator does."""
 
-    WAIT = "wait"  # for the nodes of a round
-    MEASURE = "measure"  # the nodes before the first round
-    START = "start"  # a round: the caller binds its store's port, and calls `begin`
+    WAIT = "wait"  # for the nodes of a round, and for the preflight
     RUN = "run"
     COLLECT = "collect"  # the stacks of a round that is to be stopped
     STOP = "stop"  # the workers of a round
@@ -133,7 +134,8 @@ class Node:
         joined_at: when it joined.
         heard_at: when its newest state arrived.
         failures: the failures of its round, with the time of each.
-        lost: how it was lost; None while it is here.
+        here: whether its agent is not lost.
+        losses: how its agents were lost, the latest last; also those before this one.
     """
 
     node_rank: int
@@ -144,7 +146,12 @@ class Node:
     heard_at: float = 0.0
     state: NodeState = _NEW_STATE
     failures: tuple[Entry, ...] = ()
-    lost: Loss | None = None
+    here: bool = True
+    losses: tuple[Loss, ...] = ()
+
+    def lose(self, loss: Loss) -> Node:
+        """Return the node without its agent."""
+        return replace(self, here=False, losses=(*self.losses, loss))
 
     def receive(self, state: NodeState, now: float) -> Node:
         """Return the node with a new state; a failure keeps the time of its first report."""
@@ -168,7 +175,7 @@ class View:
     Attributes:
         nodes: the agents that have joined, by the number of their node.
         time: the time for records, RFC 3339.
-        refused: the failures of nodes that may not join, or cannot start.
+        refused: a node that may not join, or cannot start, as a failure.
         ended: the nodes whose end is recorded in the job's directory.
         slurm_up: whether Slurm says that the coordinator's node is up; None if it was not asked.
         stalled: seconds for which the coordinator's process did not run lately.
@@ -178,7 +185,7 @@ class View:
 
     nodes: Mapping[int, Node]
     time: str = ""
-    refused: Sequence[Failure] = ()
+    refused: Failure | None = None
     ended: frozenset[int] = frozenset()
     slurm_up: bool | None = None
     stalled: float = 0.0
@@ -201,66 +208,67 @@ class Warned:
 
 
 @dataclass(frozen=True)
-class Asked:
-    """The newest question about ranks of the round, by node.
+class Ledger(Lasting):
+    """What the coordinator remembers of the job.
 
     Attributes:
-        asker: node and local rank of the worker that waits for them; None for a note.
-        gave_up: whether that worker does not wait any more.
-        note: a line for the logs of these ranks.
-    """
+        since: when the stage began, or will after a pause.
+        gone: nodes that have certainly ended, as the agents of an earlier coordinator know.
+        took_over: whether no round has begun since the coordinator moved.
+        losses: how many losses of each node are recorded.
+        started: when the newest workers were started, RFC 3339.
+        warned: the scheduler's warning; None before it.
+        end: how the round ends or, while the coordinator waits, how the last one ended.
+        measure: the order of the preflight, also after it; the caller adds the store.
+        slow: the nodes that the preflight has found slow, and why; None before its end.
+        noticed: when the missing nodes were named.
 
-    number: int
-    at: float
-    ranks: Mapping[int, Sequence[int]]
-    asker: tuple[int, int] | None = None
-    gave_up: bool = False
-    note: str = ""
-
-
-@dataclass(frozen=True)
-class Run:
-    """What the coordinator remembers of the current round.
+    Of the round, which begins with a new ledger:
 
     Attributes:
         began: when its workers were started.
-        worlds: the place of each node.
+        worlds: the place of each node; the caller adds the address of the store.
         running: whether the workers of all nodes have been started.
-        asked: the newest question about missing ranks; None without one.
-        missing: the newest request of each node to ask about missing ranks.
-        answered: the nodes that have answered the newest question.
+        answers: the newest recorded answer of each node about missing ranks.
+        unfinished: notes for ranks that still run long after the others have succeeded, by node.
         polled: when the nodes were asked for failures; None before.
         successes: how many ranks have ended with exit code 0, and when the last one did; infinity
             if the ranks that still run were named since.
-        counts: the ranks that have joined and formed a group, as the last event says.
-        importing, imports: whether ranks import torch, and how often that began.
+        counts: the ranks that have joined and formed a group, and whether others import torch, as
+            the last event says.
+        counted: when it was added.
         alive: when a worker last gave a sign of life.
         sample: the number of the newest sample of stacks; 0 without one.
         sampled: when it was ordered.
-        comparable: whether the nodes have a sample since the last sign of life before it.
         collect_from: the nodes that were asked for stacks.
         stop_at: when the round was stopped; infinity before.
-        stop_due: when nodes that have not stopped are given up.
     """
 
+    stage: Stage = Stage.WAIT
+    since: float = 0.0
+    gone: frozenset[int] = frozenset()
+    took_over: bool = False
+    losses: Mapping[int, int] = field(default_factory=dict)
+    started: str | None = None
+    warned: Warned | None = None
+    end: Verdict | None = None
+    measure: Measure | None = None
+    slow: Mapping[int, str] | None = None
+    noticed: float = 0.0
     began: float = 0.0
     worlds: Mapping[int, World] = field(default_factory=dict)
     running: bool = False
-    asked: Asked | None = None
-    missing: Mapping[int, Missing] = field(default_factory=dict)
-    answered: frozenset[int] = frozenset()
+    answers: Mapping[int, Probed] = field(default_factory=dict)
+    unfinished: Mapping[int, Probe] = field(default_factory=dict)
     polled: float | None = None
     successes: tuple[int, float] = (0, 0.0)
-    counts: tuple[int, int] = (0, 0)
-    importing: bool = False
-    imports: int = 0
+    counts: tuple[int, int, bool] = (0, 0, False)
+    counted: float = 0.0
     alive: float = 0.0
     sample: int = 0
     sampled: float = 0.0
-    comparable: bool = False
     collect_from: frozenset[int] = frozenset()
     stop_at: float = math.inf
-    stop_due: float = math.inf
 
     @property
     def world_size(self) -> int:
@@ -276,62 +284,13 @@ class Run:
                 found[node] = here
         return found
 
-
-@dataclass(frozen=True)
-class Ledger(Lasting):
-    """What the coordinator remembers of the job.
-
-    Attributes:
-        since: when the stage began.
-        chosen: the nodes of the round that begins, in the order of their ranks.
-        here: the nodes that were here when the newest round began, and were not lost since.
-        gone: nodes that have certainly ended, as the agents of an earlier coordinator know.
-        took_over: whether no round has begun since the coordinator moved.
-        losses: how often each node was lost.
-        lost: the nodes that are lost now.
-        ended: the nodes whose agents have ended since the newest round began.
-        by_exec: the nodes that start their workers by exec.
-        fence: until when workers of nodes that have not joined this coordinator may run.
-        started: when the newest workers were started, RFC 3339.
-        warned: the scheduler's warning; None before it.
-        end: how the round ends or, while the coordinator waits, how the last one ended.
-        measure: the order of the preflight, also after it; the caller adds the store.
-        slow: the nodes that the preflight has found slow, and why.
-        more_memory: the factor of memory with which the scheduler must queue the job again; 0.0 if
-            it must not.
-        earliest: when the next round may begin.
-        noticed: when the missing nodes were named.
-        run: the current round.
-    """
-
-    stage: Stage = Stage.WAIT
-    since: float = 0.0
-    chosen: tuple[int, ...] = ()
-    here: frozenset[int] = frozenset()
-    gone: frozenset[int] = frozenset()
-    took_over: bool = False
-    losses: Mapping[int, int] = field(default_factory=dict)
-    lost: frozenset[int] = frozenset()
-    ended: frozenset[int] = frozenset()
-    by_exec: frozenset[int] = frozenset()
-    fence: float = 0.0
-    started: str | None = None
-    warned: Warned | None = None
-    end: Outcome | None = None
-    measure: Measure | None = None
-    slow: Mapping[int, str] = field(default_factory=dict)
-    more_memory: float = 0.0
-    earliest: float = 0.0
-    noticed: float = 0.0
-    run: Run = field(default_factory=Run)
-
     @property
     def restarts(self) -> int:
         """How often the workers were started again."""
         return max(0, self.round)
 
     @property
-    def ending(self) -> Outcome:
+    def ending(self) -> Verdict:
         """How the round ends, or has ended, in a stage that follows it."""
         assert self.end is not None
         return self.end
@@ -398,69 +357,62 @@ def choose(
     return [node for node in (*places, *others) if node is not None][:wanted]
 
 
-def begin(
-    job: Job, ledger: Ledger, view: View, now: float, worlds: Mapping[int, World]
-) -> Decision:
-    """Return what follows after the START of a round.
+def take_over(
+    job: Job, lasting: Lasting, lost: Failure, now: float, gone: frozenset[int] = frozenset()
+) -> Ledger:
+    """Return the ledger of another coordinator that goes on with the job: its round has ended.
 
-    The caller has made `worlds`, the place of each node; a node without workers may serve the
-    store.
+    Args:
+        job: the job.
+        lasting: what the coordinator before remembered, with times of this machine's clock.
+        lost: how that one was lost.
+        now: the time.
+        gone: nodes that have certainly ended.
     """
-    step = _Step(job, view, now, Decision(ledger))
-    step.begin(worlds)
-    return step.decision
-
-
-def take_over(job: Job, ledger: Ledger, view: View, now: float, lost: Failure) -> Decision:
-    """Return what follows when another coordinator goes on with the job: its round has ended.
-
-    The ledger is that of the coordinator before, with times of this machine's clock.
-    """
-    step = _Step(job, view, now, Decision(ledger))
-    step.add("lost", node_rank=lost.node_rank, host=lost.host, why=lost.message)
-    fence = now + job.options.lease + END_SECONDS
-    step.change(took_over=True, fence=fence, here=frozenset(), lost=frozenset(), run=Run())
-    # What the coordinator before has recorded may not have been carried out.
-    recorded = outcome.of_round(ledger.rounds[-1]) if _is_recorded(job, ledger) else None
-    step.go(Stage.STOP, end=recorded or ledger.end or outcome.failed(lost))
-    return step.decision
+    ledger = Ledger(
+        **vars(lasting),
+        stage=Stage.STOP,
+        since=now,
+        gone=gone,
+        took_over=True,
+        started=lasting.first_started,
+        end=Verdict.of_failure(lost),
+        stop_at=now,
+    )
+    if _is_recorded(job, ledger):  # its end may not have been carried out
+        ledger = replace(ledger, end=ledger.rounds[-1].verdict())
+    return ledger
 
 
 def orders(job: Job, ledger: Ledger, nodes: Mapping[int, Node]) -> Iterator[tuple[int, Order]]:
     """Yield what the coordinator wants of each node that is here; equal orders are one object."""
-    run = ledger.run
     shared = Order(ledger.round, warned=ledger.warned is not None)
     if ledger.stage is Stage.STOP:
         shared = replace(shared, stop=_stop_order(job, ledger, nodes))
     elif ledger.stage in (Stage.RUN, Stage.COLLECT):
-        shared = replace(
-            shared,
-            report=run.polled is not None,
-            sample=run.sample,
-            first=not run.comparable,
-        )
-    elif ledger.stage is Stage.MEASURE:
+        shared = replace(shared, report=ledger.polled is not None, sample=ledger.sample)
+    elif ledger.stage is Stage.WAIT and ledger.slow is None:
         shared = replace(shared, measure=ledger.measure)
-    collecting = shared
-    if ledger.stage is Stage.COLLECT:
-        collecting = replace(shared, collect=True, dumps=_is_hang(ledger.ending))
-    found = _found(run, nodes) if ledger.stage is Stage.RUN else None
+    collects = ledger.stage is Stage.COLLECT
+    questions = _questions(ledger, nodes)
+    gave_up = any(probe.gave_up for probe in questions.values())
+    answers = {} if gave_up else _answers(questions, ledger, nodes)
+    found = tuple(line for answer in answers.values() for line in answer.lines)
     for node_rank, node in nodes.items():
-        if node.lost is not None:
+        if not node.here:
             continue
         order = shared
-        if ledger.stage is Stage.COLLECT and node_rank in run.collect_from:
-            order = collecting
         # An agent that was started again since has no workers of this round.
-        in_round = node_rank in run.worlds and node.joined_at <= run.began
-        if ledger.stage in (Stage.RUN, Stage.COLLECT) and in_round:
-            order = replace(order, world=run.worlds[node_rank])
-            asked = run.asked
-            if asked is not None and node_rank in asked.ranks:
-                wanted = tuple(asked.ranks[node_rank])
-                order = replace(order, probe=Probe(asked.number, wanted, asked.gave_up, asked.note))
-            if found is not None and found[0] == node_rank:
-                order = replace(order, found=found[1])
+        in_round = node_rank in ledger.worlds and node.joined_at <= ledger.began
+        if in_round and ledger.stage in (Stage.RUN, Stage.COLLECT):
+            order = replace(
+                shared,
+                world=ledger.worlds[node_rank],
+                probe=questions.get(node_rank),
+                found=found if _missing(node, ledger) is not None else (),
+                collect=collects and node_rank in ledger.collect_from,
+                dumps=collects and _is_hang(ledger.ending),
+            )
         yield node_rank, order
 
 
@@ -499,7 +451,7 @@ def _failures(job: Job, ledger: Ledger, view: View, now: float) -> tuple[list[En
     for entry in sorted(_reported(ledger, view), key=lambda entry: entry.at):
         failure, due = entry.failure, entry.at + _SUSPECT_SECONDS
         asked = failure.kind is FailureKind.TERMINATED or failure.exit_code == PREEMPTED_EXIT_CODE
-        if entry.at >= ledger.run.stop_at:
+        if entry.at >= ledger.stop_at:
             continue
         if failure.rank is None:
             counted.append(entry)
@@ -515,47 +467,50 @@ def _failures(job: Job, ledger: Ledger, view: View, now: float) -> tuple[list[En
 
 
 def _reported(ledger: Ledger, view: View) -> Iterator[Entry]:
-    run = ledger.run
-    for node_rank in run.worlds:  # also the node that only serves the store
+    gave_up = []
+    for node_rank in ledger.worlds:  # also the node that only serves the store
         node = view.nodes.get(node_rank)
         if node is not None and node.state.round == ledger.round:
             yield from node.failures
-    asked = run.asked
-    if asked is not None and asked.gave_up:
-        gave_up = any(
-            each.failure.kind is FailureKind.RENDEZVOUS
-            for node_rank in ledger.nodes
-            if (node := view.nodes.get(node_rank)) is not None
-            for each in node.failures
-        )
-        if gave_up:  # a script may catch the error and try again
-            for answer in _answers(asked, view.nodes).values():
-                yield from (Entry(each, asked.at, exited=True) for each in answer.failures)
+            kind = FailureKind.RENDEZVOUS
+            gave_up += [each.at for each in node.failures if each.failure.kind is kind]
+    if gave_up:  # else a script may have caught the error, and tries again
+        questions = _questions(ledger, view.nodes)
+        for answer in _answers(questions, ledger, view.nodes).values():
+            yield from (Entry(each, min(gave_up), exited=True) for each in answer.failures)
 
 
-def _answers(asked: Asked, nodes: Mapping[int, Node]) -> dict[int, Probed]:
-    """Return the answers to the newest question so far, by node."""
-    found = {}
-    for node_rank in asked.ranks:
-        probed = nodes[node_rank].state.probed if node_rank in nodes else None
-        if probed is not None and probed.number == asked.number:
-            found[node_rank] = probed
-    return found
+def _missing(node: Node, ledger: Ledger) -> Missing | None:
+    """Return for which ranks of the newest round a worker of the node waits."""
+    return node.state.missing if node.state.round == ledger.round else None
 
 
-def _is_hang(end: Outcome) -> bool:
+def _questions(ledger: Ledger, nodes: Mapping[int, Node]) -> Mapping[int, Probe]:
+    """Return the question to each node with ranks for which others wait, or that still run."""
+    here = (nodes[node] for node in ledger.worlds if node in nodes)
+    waits = [missing for node in here if (missing := _missing(node, ledger)) is not None]
+    gave_up = any(missing.gave_up for missing in waits)
+    if ledger.unfinished and not gave_up:
+        return ledger.unfinished
+    by_node = ledger.by_node(rank for missing in waits for rank in missing.ranks) if waits else {}
+    return {node: Probe(tuple(own), gave_up) for node, own in by_node.items()}
+
+
+def _answers(
+    questions: Mapping[int, Probe], ledger: Ledger, nodes: Mapping[int, Node]
+) -> dict[int, Probed]:
+    """Return the answers to these questions so far, by node."""
+    return {
+        node: probed
+        for node, probe in questions.items()
+        if (probed := nodes[node].state.probed) is not None
+        and probed.probe == probe
+        and nodes[node].state.round == ledger.round
+    }
+
+
+def _is_hang(end: Verdict) -> bool:
     return end.failure is not None and end.failure.kind is FailureKind.HANG
-
-
-def _found(run: Run, nodes: Mapping[int, Node]) -> tuple[int, Found] | None:
-    """Return what the ranks do for which a worker waits, and the node of that worker."""
-    asked = run.asked
-    if asked is None or asked.asker is None or asked.gave_up:
-        return None
-    lines = [line for each in _answers(asked, nodes).values() for line in each.lines]
-    if not lines:
-        return None
-    return asked.asker[0], Found(asked.number, asked.asker[1], tuple(lines))
 
 
 def _requests(nodes: Iterable[Node]) -> Iterator[Request]:
@@ -565,45 +520,58 @@ def _requests(nodes: Iterable[Node]) -> Iterator[Request]:
 _NO_REQUEST = Request()
 
 
-def cancellation(nodes: Mapping[int, Node]) -> Outcome | None:
-    """Return the outcome of a job that was cancelled at one of its nodes; None if it was not."""
-    for request in _requests(nodes.values()):
-        if request.cancel:
-            end = outcome.cancelled(
-                sanitize(request.cancel), interrupt=request.interrupt, stacks=request.stacks
-            )
-            return replace(end, terminated=request.terminated)
-    return None
+def _cancel_request(nodes: Mapping[int, Node]) -> Request:
+    """Return the request that cancels the job; an empty one without it."""
+    return next((each for each in _requests(nodes.values()) if each.cancel), _NO_REQUEST)
+
+
+def cancellation(nodes: Mapping[int, Node]) -> Verdict | None:
+    """Return the end of a job that was cancelled at one of its nodes; None if it was not."""
+    why = sanitize(_cancel_request(nodes).cancel)
+    return Verdict(JobState.CANCELLED, CANCELLED_EXIT_CODE, reason=why) if why else None
 
 
 def _killing(nodes: Mapping[int, Node]) -> bool:
     return any(request.kill for request in _requests(nodes.values()))
 
 
-def grace_after(end: Outcome, options: LaunchOptions, left: float) -> float:
+def grace_after(
+    end: Verdict, options: LaunchOptions, left: float, *, terminated: bool = False
+) -> float:
     """Return the seconds between SIGTERM and SIGKILL at the end of a round.
 
     Args:
-        end: the outcome of the round.
+        end: the end of the round.
         options: the grace; None for 30 s after a failure, else 3 s.
         left: the seconds until the end of the job that a warning has announced.
+        terminated: whether a scheduler has sent SIGTERM, which SIGKILL follows.
     """
     if end.state is JobState.SUCCEEDED:
         return 0.0
     if end.failure is None:
         grace = options.grace or GRACE
-        return min(grace, _KILL_WAIT) if end.terminated else grace
+        return min(grace, _KILL_WAIT) if terminated else grace
     grace = options.grace or _FAILURE_GRACE
     if end.failure.kind is FailureKind.NODE_LOST:  # another part of the job may go on
         grace = min(grace, options.lease)
     return min(grace, max(_LEAST_GRACE, left))
 
 
+def _left(ledger: Ledger) -> float:
+    """Return the seconds from the stop of the round to the end that a warning has announced."""
+    return (ledger.warned.ends_at if ledger.warned else math.inf) - ledger.stop_at
+
+
 def _stop_order(job: Job, ledger: Ledger, nodes: Mapping[int, Node]) -> Stop:
-    end = cancellation(nodes) or ledger.ending
-    left = (ledger.warned.ends_at if ledger.warned else math.inf) - ledger.run.stop_at
-    grace = 0.0 if _killing(nodes) else grace_after(end, job.options, left=left)
-    return Stop(grace, int(ledger.ending.signal), early=ledger.ending.failure is not None)
+    request, ending = _cancel_request(nodes), ledger.ending
+    end = cancellation(nodes) or ending
+    grace = grace_after(end, job.options, left=_left(ledger), terminated=request.terminated)
+    interrupt = request.interrupt and ending.state is JobState.CANCELLED
+    return Stop(
+        0.0 if _killing(nodes) else grace,
+        int(signal.SIGINT if interrupt else signal.SIGTERM),
+        early=ending.failure is not None,
+    )
 
 
 class _Step:
@@ -622,15 +590,8 @@ class _Step:
     def ledger(self) -> Ledger:
         return self.decision.ledger
 
-    @property
-    def current(self) -> Run:
-        return self.decision.ledger.run
-
     def change(self, **fields: Any) -> None:
         self.decision.ledger = replace(self.ledger, **fields)
-
-    def change_run(self, **fields: Any) -> None:
-        self.change(run=replace(self.current, **fields))
 
     def go(self, stage: Stage, **fields: Any) -> None:
         self.change(stage=stage, since=self.now, **fields)
@@ -650,23 +611,13 @@ class _Step:
     def note_changes(self) -> None:
         """Record the nodes that were lost or have come back, and the scheduler's warning."""
         ledger, nodes = self.ledger, self.view.nodes
-        lost = frozenset(node for node, each in nodes.items() if each.lost is not None)
-        for node_rank in sorted(lost - ledger.lost):
-            self._note_loss(nodes[node_rank])
-        for node_rank in sorted(ledger.here - lost):  # lost and back between two decisions
-            if (node := nodes.get(node_rank)) is not None and node.joined_at > ledger.run.began:
-                self._note_loss(node)
-        if lost != ledger.lost:
-            self.change(lost=lost)
         for node_rank, node in nodes.items():
-            if node.state.by_exec and node_rank not in self.ledger.by_exec:
-                self.change(by_exec=self.ledger.by_exec | {node_rank})
-                self.add("exec", node_rank=node_rank, why=node.state.by_exec)
+            if len(node.losses) > ledger.losses.get(node_rank, 0):
+                self._note_loss(node)
         if ledger.warned is None and self.job.options.warning is not None:
-            for request in _requests(nodes.values()):
-                if request.warning:
-                    self._warn(sanitize(request.warning), self.job.options.warning)
-                    break
+            reason = next((each.warning for each in _requests(nodes.values()) if each.warning), "")
+            if reason:
+                self._warn(sanitize(reason), self.job.options.warning)
         groups = self.ledger.groups
         if len(groups) == 2 and all(
             node in nodes and nodes[node].state.seen == ledger.round + 1 for node in groups[1].nodes
@@ -674,23 +625,17 @@ class _Step:
             self.change(groups=groups[1:])
 
     def _note_loss(self, node: Node) -> None:
-        loss, ledger, rank = _loss(node), self.ledger, node.node_rank
-        self.add("lost", node_rank=rank, host=node.host, why=loss.why)
-        self.change(
-            losses={**ledger.losses, rank: ledger.losses.get(rank, 0) + 1},
-            here=ledger.here - {rank},
-            ended=ledger.ended | {rank} if loss.ended else ledger.ended,
-        )
-        if (
-            ledger.stage in (Stage.WAIT, Stage.MEASURE, Stage.START)
-            or rank not in ledger.run.worlds
-        ):
-            failure = self.loss_of(node)  # it runs no workers
+        ledger, rank = self.ledger, node.node_rank
+        self.add("lost", node_rank=rank, host=node.host, why=node.losses[-1].why)
+        self.change(losses={**ledger.losses, rank: len(node.losses)})
+        is_spare = ledger.stage is Stage.RUN and rank not in ledger.worlds
+        if is_spare or ledger.stage is Stage.WAIT:  # it runs no workers
+            failure = self.loss_of(node)
             self.say(f"{failure.who}: {failure.message}")
 
     def loss_of(self, node: Node) -> Failure:
         """Return the failure of a lost node, or of the one that has made it seem lost."""
-        loss, stalled, at_fault = _loss(node), self.view.stalled, node
+        loss, stalled, at_fault = node.losses[-1], self.view.stalled, node
         text = f"the agent on {node.host} (pid {node.pid})"
         if not loss.by_agent:
             text += f" was lost: {loss.why}"
@@ -711,17 +656,16 @@ class _Step:
         self.say(f"warning: {reason}: the workers have {seconds:g} s to leave")
         self.add("warned", attempt=self.job.attempt, why=reason, seconds=seconds)
 
-    def preempted(self, how: str) -> Outcome:
+    def preempted(self, how: str) -> Verdict:
         warned = self.ledger.warned
-        return outcome.preempted(f"{warned.reason if warned else ''}: {how}")
+        reason = f"{warned.reason if warned else ''}: {how}"
+        return Verdict(JobState.PREEMPTED, PREEMPTED_EXIT_CODE, reason=reason)
 
     # -- which nodes -------------------------------------------------------------------------------
 
     def usable(self) -> list[int]:
         """Return the nodes that are here and run no workers."""
-        return [
-            node for node, each in self.view.nodes.items() if each.lost is None and each.state.idle
-        ]
+        return [node for node, each in self.view.nodes.items() if each.here and each.state.idle]
 
     def chosen(self) -> list[int]:
         """Return the nodes of the round that begins, in the order of their ranks."""
@@ -732,13 +676,13 @@ class _Step:
 
     def present(self) -> set[int]:
         """Return the nodes that are here, and know no newer round."""
-        newest = self.ledger.round + 1
+        newest, began = self.ledger.round + 1, self.ledger.began
         return {
             node
             for node, each in self.view.nodes.items()
-            if each.lost is None
+            if each.here
             and each.state.seen <= newest
-            and (each.state.seen or node in self.ledger.here)
+            and (each.state.seen or each.joined_at <= began)
         }
 
     def has_majority(self) -> bool:
@@ -752,15 +696,13 @@ class _Step:
 
     def may_train(self) -> float:
         """Return until when workers of the newest round may run on nodes that are not here."""
-        ledger, until = self.ledger, 0.0
-        for node_rank in ledger.nodes:
+        until = 0.0
+        for node_rank in self.ledger.nodes:
             node = self.view.nodes.get(node_rank)
-            if node_rank in self.view.ended:
-                continue
-            if node is None:
-                until = max(until, ledger.fence)
-            elif node.lost is not None:
-                until = max(until, node.lost.at + self.job.options.lease + END_SECONDS)
+            if node_rank not in self.view.ended and (node is None or not node.here):
+                # Without an agent here, it has lost the coordinator before this one.
+                lost_at = node.losses[-1].at if node is not None else self.ledger.stop_at
+                until = max(until, lost_at + self.job.options.lease + END_SECONDS)
         return until
 
     # -- the wait for a round ----------------------------------------------------------------------
@@ -769,7 +711,7 @@ class _Step:
         ledger, now, first = self.ledger, self.now, self.ledger.end is None
         self.wake(now + _DISK_SECONDS)
         refused = self.view.refused
-        end = outcome.failed(refused[0]) if refused else cancellation(self.view.nodes)
+        end = Verdict.of_failure(refused) if refused else cancellation(self.view.nodes)
         if end is not None:
             self.finish(end)
             return
@@ -778,7 +720,7 @@ class _Step:
         if late or (ledger.warned is not None and first and over):
             self.finish(self.preempted(_NOT_STARTED))
             return
-        if over and now >= ledger.earliest and now >= self.may_train():
+        if over and now >= ledger.since and now >= self.may_train():
             self._start_if_alone()
             return
         few = len(self.chosen()) < self.least
@@ -790,37 +732,32 @@ class _Step:
 
     def _start_if_alone(self) -> None:
         """Begin a round, unless Slurm may let the other half of a split job begin one."""
-        options = self.job.options
-        if options.preflight != "off" and self.ledger.round < 0 and self.ledger.measure is None:
-            nodes = tuple(sorted(self.usable()))
-            measure = Measure("", 0, nodes, start_seconds=options.join_timeout)
-            self.add("measuring", nodes=len(nodes))
-            self.go(Stage.MEASURE, measure=measure)
-            return
+        if self.job.options.preflight != "off" and self.ledger.round < 0:
+            self._measure()
+            if self.ledger.slow is None or self.ledger.stage is Stage.END:
+                return
         tied = self.job.moves and self.job.asks_slurm and self.is_tied()
         if tied and self.view.slurm_up is None:
             self.decision.asks_slurm = True
         elif tied and not self.view.slurm_up:
             self.go(Stage.RESIGN)
         else:
-            self.go(Stage.START, chosen=tuple(self.chosen()))
+            self.begin()
 
-    def measure(self) -> None:
-        """Wait for the measures; leave slow nodes out, if there are enough others."""
-        ledger, nodes = self.ledger, self.view.nodes
-        end = cancellation(nodes)
-        if end is None and ledger.warned is not None:
-            end = self.preempted(_NOT_STARTED)
-        if end is not None:
-            self.finish(end)
+    def _measure(self) -> None:
+        """Let all nodes measure; leave slow ones out, if there are enough others."""
+        options, nodes = self.job.options, self.view.nodes
+        if self.ledger.measure is None:
+            chosen = tuple(sorted(self.usable()))
+            measure = Measure("", 0, chosen, start_seconds=options.join_timeout)
+            self.add("measuring", nodes=len(chosen))
+            self.change(measure=measure, since=self.now)
             return
-        assert ledger.measure is not None
-        here = [node for node in ledger.measure.nodes if nodes[node].lost is None]
-        due = ledger.since + self.job.options.join_timeout + _PREFLIGHT_SECONDS
+        here = [node for node in self.ledger.measure.nodes if nodes[node].here]
+        due = self.ledger.since + options.join_timeout + _PREFLIGHT_SECONDS
         how = {node: nodes[node].state.measured for node in here}
         failed = any(text not in ("", MEASURED) for text in how.values())  # the others wait for it
         if self.now < due and not failed and not all(how.values()):
-            self.wake(due)
             return
         found = dict(self.view.slow)
         for node, text in how.items():
@@ -829,18 +766,14 @@ class _Step:
         slow = {node: found[node] for node in sorted(found) if node in here}
         self.change(slow=slow)
         for node, why in slow.items():
-            self._avoid(self._launch_failure(node, why))
-        chosen = tuple(self.chosen())
-        if self.job.options.preflight == "refuse" and slow.keys() & set(chosen):
-            text = f"preflight: {'; '.join(slow_lines(self.ledger, nodes)[:_MOST_NAMED])}"
-            self.finish(outcome.failed(self._launch_failure(min(slow), text)))
-        else:
-            complete = not self.ledger.lost and len(chosen) >= self.least
-            self.go(Stage.START if complete else Stage.WAIT, chosen=chosen)
+            self._avoid(self._failure_of(node, why, FailureKind.LAUNCH))
+        if options.preflight == "refuse" and slow.keys() & set(self.chosen()):
+            text = f"preflight: {'; '.join(slow_lines(slow, nodes)[:_MOST_NAMED])}"
+            failure = self._failure_of(min(slow), text, FailureKind.LAUNCH)
+            self.finish(Verdict.of_failure(failure))
 
-    def _launch_failure(self, node: int, why: str) -> Failure:
-        host = self.view.nodes[node].host
-        return Failure.of_node(node, host, message=why, kind=FailureKind.LAUNCH)
+    def _failure_of(self, node: int, why: str, kind: FailureKind) -> Failure:
+        return Failure.of_node(node, self.view.nodes[node].host, message=why, kind=kind)
 
     def _wait_is_over(self) -> bool:
         usable = self.usable()
@@ -860,33 +793,30 @@ class _Step:
         """Name the missing nodes every 5 s; end the job if they do not come in time."""
         ledger, nodes, nnodes = self.ledger, self.view.nodes, self.job.nnodes
         options = self.job.options
-        if first and nnodes - len(ledger.lost) < self.least:
-            last = max((nodes[node] for node in ledger.lost), key=lambda node: _loss(node).at)
-            self.finish(outcome.failed(self.loss_of(last)))
+        lost = [node for node in nodes.values() if not node.here]
+        if first and nnodes - len(lost) < self.least:
+            last = max(lost, key=lambda node: node.losses[-1].at)
+            self.finish(Verdict.of_failure(self.loss_of(last)))
             return
         timeout = options.return_timeout
         if first or options.min_nodes is not None:
             timeout = options.join_timeout
         waited = self.now - ledger.since
-        missing = [node for node in range(nnodes) if node not in nodes or nodes[node].lost]
+        missing = [node for node in range(nnodes) if node not in nodes or not nodes[node].here]
         names = f"node {', '.join(ranges(missing))} of {nnodes}"
         if waited > timeout and missing:
-            few = f"{len(self.chosen())} of {self.least} nodes are left"
-            text = f"{few}, and none came within {timeout:g} s"
-            if first:
-                text = f"{names} never joined within {timeout:g} s"
+            text = f"{names} {'never joined' if first else 'did not return'} within {timeout:g} s"
             failure = Failure.of_node(missing[0], "unknown", message=text)
-            if (
-                not first and (cause := ledger.ending.failure) is not None
-            ):  # it stays the root cause
+            cause = ledger.end.failure if ledger.end is not None else None
+            if cause is not None:  # it stays the root cause
                 failure = replace(cause, message=f"{cause.message}; {text}")
-            self.finish(outcome.failed(failure))
+            self.finish(Verdict.of_failure(failure))
         elif missing and self.now - max(ledger.since, ledger.noticed) > _NOTICE_SECONDS:
             self.change(noticed=self.now)
             self.say(f"waiting for {names}, {waited:.0f} s so far")
             self.add("waiting", missing=missing, seconds=round(waited, 1))
 
-    def finish(self, end: Outcome) -> None:
+    def finish(self, end: Verdict) -> None:
         """End the job."""
         if self.ledger.started is None:
             self._record(end)
@@ -894,43 +824,62 @@ class _Step:
 
     # -- the begin of a round ----------------------------------------------------------------------
 
-    def begin(self, worlds: Mapping[int, World]) -> None:
-        ledger, options = self.ledger, self.job.options
-        nodes = tuple(node for node, world in worlds.items() if world.nproc)
-        here = frozenset(node for node, each in self.view.nodes.items() if each.lost is None)
-        first = ledger.first_started is None
+    def begin(self) -> None:
+        ledger, options, nodes, own = self.ledger, self.job.options, self.view.nodes, self.job.own
+        number, end, chosen = ledger.round + 1, ledger.end, self.chosen()
+        *first_ranks, world_size = accumulate((nodes[node].nproc for node in chosen), initial=0)
+        worlds = {
+            node: World(
+                number,
+                "",
+                0,
+                agent_store=self.job.serves_store,
+                node_rank=index,
+                nnodes=len(chosen),
+                nproc=nodes[node].nproc,
+                first_rank=first_ranks[index],
+                world_size=world_size,
+            )
+            for index, node in enumerate(chosen)
+        }
+        if self.job.serves_store and own not in worlds:
+            last = worlds[chosen[-1]]
+            worlds[own] = replace(last, node_rank=len(chosen), nproc=0, first_rank=world_size)
+        here = tuple(sorted(node for node, each in nodes.items() if each.here))
         deadline = ledger.deadline
-        if first and options.time_limit is not None:
+        if ledger.first_started is None and options.time_limit is not None:
             deadline = self.now + options.join_timeout + options.time_limit
-        number, end = ledger.round + 1, ledger.end
         if end is not None:
             most = policy.most_restarts(options, self.job.nnodes)
             self.say(f"restart {number} of {most}: {end.reason}")
-            self.add("restart", restart=number, why=end.reason)
-        world = worlds[nodes[0]]
-        self.go(
-            Stage.RUN,
-            round=number,
-            nodes=nodes,
-            groups=(*ledger.groups[:1], Members(tuple(sorted(here)), self.job.own)),
-            here=here,
-            gone=frozenset(),
-            took_over=False,
-            ended=frozenset(),
-            started=self.view.time,
+            self.add("restart", restart=number, most=most, why=end.reason)
+        self.decision.ledger = Ledger(
+            number,
+            nodes=tuple(chosen),
+            groups=(*ledger.groups[:1], Members(here, own)),
+            avoided=ledger.avoided,
+            rounds=ledger.rounds,
             first_started=ledger.first_started or self.view.time,
             deadline=deadline,
-            end=None,
-            run=Run(began=self.now, worlds=worlds, alive=self.now, successes=(0, self.now)),
+            stage=Stage.RUN,
+            since=self.now,
+            losses=ledger.losses,
+            started=self.view.time,
+            warned=ledger.warned,
+            measure=ledger.measure,
+            slow=ledger.slow,
+            began=self.now,
+            worlds=worlds,
+            alive=self.now,
+            successes=(0, self.now),
         )
         self.add(
             "started",
             attempt=self.job.attempt,
             restart=number,
-            world_size=world.world_size,
-            nodes=list(nodes),
+            world_size=world_size,
+            nodes=chosen,
             wanted=self.wanted,
-            master_port=world.master_port,
             preload=options.preloads_torch,
         )
 
@@ -941,7 +890,7 @@ class _Step:
         nodes = [self.view.nodes[node] for node in ledger.nodes if node in self.view.nodes]
         here = [node for node in nodes if node.state.round == ledger.round]
         self._note_progress(here)
-        self._ask_about_missing(here)
+        self._note_answers()
         failures, left, suspects_due = _failures(self.job, ledger, self.view, self.now)
         root, _ = root_cause.explain(failures, _early_exits(ledger, self.view))
         done = len(here) == len(ledger.nodes) and all(node.state.ended for node in here)
@@ -957,22 +906,21 @@ class _Step:
 
     def _outcome_of_done(
         self, here: Sequence[Node], root: Failure | None, *, left: bool
-    ) -> Outcome:
+    ) -> Verdict:
         if root is not None:
-            return outcome.failed(root)
+            return Verdict.of_failure(root)
         if left:
             return self.preempted("its workers left to be queued again")
         for node in here:  # the absence of a failure is no success
             if len(node.state.succeeded) < node.nproc:
-                text = "its workers were killed"
                 kind = FailureKind.PROCESS_LOST
-                failure = Failure.of_node(node.node_rank, node.host, message=text, kind=kind)
-                return outcome.failed(failure)
-        return Outcome(JobState.SUCCEEDED)
+                killed = self._failure_of(node.node_rank, "its workers were killed", kind)
+                return Verdict.of_failure(killed)
+        return Verdict(JobState.SUCCEEDED, 0)
 
     def _why_end(
         self, nodes: Sequence[Node], failures: Sequence[Entry], root: Failure | None
-    ) -> Outcome | None:
+    ) -> Verdict | None:
         """Return why the round must end before its workers have ended; None if it goes on."""
         ledger, now, options = self.ledger, self.now, self.job.options
         if (cancelled := cancellation(self.view.nodes)) is not None:
@@ -981,14 +929,14 @@ class _Step:
         if not gone and not self.has_majority():  # the other part of a split job may start a round
             gone = [node for node in self.view.nodes.values() if self._is_gone(node)]
         if gone:
-            losses = [Entry(self.loss_of(node), _loss(node).at, exited=True) for node in gone]
+            losses = [Entry(self.loss_of(node), node.losses[-1].at, exited=True) for node in gone]
             if ledger.warned is not None and root is None:
                 return self.preempted(losses[0].failure.message)  # the scheduler has taken it
             root, _ = root_cause.explain([*failures, *losses])
-            return outcome.failed(root or losses[0].failure)
+            return Verdict.of_failure(root or losses[0].failure)
         due = self._failure_due(failures, root)
         if root is not None and due <= now:
-            return outcome.failed(root)
+            return Verdict.of_failure(root)
         self.wake(due)
         if ledger.warned is not None:
             if ledger.warned.due <= now:
@@ -996,11 +944,10 @@ class _Step:
                 return self.preempted(f"its workers still ran {after} and were stopped")
             self.wake(ledger.warned.due)
         if ledger.deadline <= now:
-            if root is not None:
-                return outcome.failed(root)
-            return outcome.out_of_time(options.time_limit or 0.0)
+            why = f"the time limit of {options.time_limit:g} s was reached"
+            return Verdict(JobState.FAILED, TIMEOUT_EXIT_CODE, reason=why)
         self.wake(ledger.deadline)
-        if options.hang_timeout is not None and ledger.run.running:
+        if options.hang_timeout is not None and ledger.running:
             return self._look_for_hang(options.hang_timeout)
         return None
 
@@ -1010,27 +957,29 @@ class _Step:
 
     def _is_gone(self, node: Node) -> bool:
         """Return whether the agent of a node of the round was lost, also if it is back already."""
-        return node.lost is not None or node.joined_at > self.current.began
+        return not node.here or node.joined_at > self.ledger.began
 
     def _failure_due(self, found: Sequence[Entry], root: Failure | None) -> float:
         """Return when a failure ends the round: other nodes may know the cause of an effect."""
         due, options = root_cause.stop_due(found), self.job.options
         if root is None or not root.effect:
             return due
-        asked = self.current.asked
-        if asked is not None and asked.gave_up and asked.ranks.keys() - self.current.answered:
-            due = max(due, asked.at + _ANSWER_SECONDS)
+        nodes = self.view.nodes
+        questions = _questions(self.ledger, nodes)
+        asks = any(probe.gave_up for probe in questions.values())
+        if asks and questions.keys() - _answers(questions, self.ledger, nodes).keys():
+            due = max(due, min(entry.at for entry in found) + _ANSWER_SECONDS)
         if due > self.now:
             return due
-        polled = self.current.polled
+        polled = self.ledger.polled
         if polled is None:
             polled = self.now
-            self.change_run(polled=polled)
+            self.change(polled=polled)
         silent = [
             node
             for node in self.ledger.nodes
-            if (each := self.view.nodes.get(node)) is not None
-            and each.lost is None
+            if (each := nodes.get(node)) is not None
+            and each.here
             and not (each.state.reported and each.state.round == self.ledger.round)
         ]
         return polled + options.lease + 2 * options.heartbeat if silent else due
@@ -1039,129 +988,105 @@ class _Step:
 
     def _note_progress(self, here: Sequence[Node]) -> None:
         """Record that all workers run, and how many ranks have formed the process group."""
-        ledger, run, options = self.ledger, self.ledger.run, self.job.options
+        ledger, options = self.ledger, self.job.options
         complete = len(here) == len(ledger.nodes) and all(node.state.started for node in here)
-        if complete and not run.running:
-            self.change_run(running=True, alive=self.now)
+        if complete and not ledger.running:
+            self.change(running=True, alive=self.now)
             self.add("running", restart=ledger.restarts)
-            if not ledger.limit_runs and options.time_limit is not None:
+            if ledger.round == 0 and options.time_limit is not None:  # it excludes the first import
                 self.change(deadline=self.now + options.time_limit)
-            self.change(limit_runs=True)
-        importing = any(node.state.importing for node in here)
-        if importing is not run.importing:
-            imports = run.imports + importing
-            self.change_run(importing=importing, imports=imports)
-            if imports <= _MOST_IMPORTS:  # user code may pretend to import for ever
-                self.add("importing", restart=ledger.restarts, torch=importing)
         joined = sum(min(node.state.joined, node.nproc) for node in here)
         formed = sum(min(node.state.formed, node.state.joined, node.nproc) for node in here)
-        counts, size = (max(run.counts[0], joined), max(run.counts[1], formed)), run.world_size
-        waits = any(
-            node.state.missing not in (None, run.missing.get(node.node_rank)) for node in here
-        )
-        steps = (_is_step(*each, size=size) for each in zip(run.counts, counts, strict=True))
-        if counts != run.counts and (waits or any(steps)):
-            self.change_run(counts=counts)
-            self.add(
-                "ranks",
-                restart=ledger.restarts,
-                joined=counts[0],
-                formed=counts[1],
-                world_size=size,
-            )
-
-    def _ask_about_missing(self, here: Sequence[Node]) -> None:
-        """Ask the nodes of ranks for which a worker waits what these do, and record the answers."""
-        for node in here:
-            missing = node.state.missing
-            if missing is None or self.current.missing.get(node.node_rank) == missing:
-                continue
-            self._ask(
-                self.current.by_node(missing.ranks),
-                asker=(node.node_rank, missing.local_rank),
-                gave_up=missing.gave_up,
-            )
-            self.change_run(missing={**self.current.missing, node.node_rank: missing})
-        asked = self.current.asked
-        if asked is None:
+        joined, formed = max(ledger.counts[0], joined), max(ledger.counts[1], formed)
+        counts = (joined, formed, any(node.state.importing for node in here))
+        due = ledger.counted + _COUNT_SECONDS
+        if counts == ledger.counts:
             return
-        for node_rank, probed in _answers(asked, self.view.nodes).items():
-            complete = len(probed.lines) >= len(asked.ranks[node_rank])
-            if complete and node_rank not in self.current.answered:
-                self.change_run(answered=self.current.answered | {node_rank})
-                self.add("missing", node_rank=node_rank, workers=list(probed.lines))
+        if self.now < due and formed < ledger.world_size:
+            self.wake(due)
+            return
+        self.change(counts=counts, counted=self.now)
+        self.add(
+            "ranks",
+            restart=ledger.restarts,
+            joined=joined,
+            formed=formed,
+            importing=counts[2],
+            world_size=ledger.world_size,
+        )
 
-    def _ask(self, ranks: Mapping[int, Sequence[int]], **fields: Any) -> None:
-        number = self.current.asked.number + 1 if self.current.asked else 1
-        self.change_run(asked=Asked(number, self.now, ranks, **fields), answered=frozenset())
+    def _note_answers(self) -> None:
+        """Record what nodes say about ranks for which others wait."""
+        ledger, nodes = self.ledger, self.view.nodes
+        questions = _questions(ledger, nodes)
+        for node_rank, probed in _answers(questions, ledger, nodes).items():
+            if self.ledger.answers.get(node_rank) != probed:
+                self.change(answers={**self.ledger.answers, node_rank: probed})
+                self.add("missing", node_rank=node_rank, workers=list(probed.lines))
 
     def _name_unfinished(self, here: Sequence[Node]) -> None:
         """Name the ranks that still run 10 s after the last of the others has succeeded."""
-        run = self.current
+        ledger = self.ledger
         ended = {
-            run.worlds[node.node_rank].first_rank + local_rank
+            ledger.worlds[node.node_rank].first_rank + local_rank
             for node in here
             for local_rank in node.state.succeeded
             if local_rank < node.nproc
         }
-        if len(ended) != run.successes[0]:
-            self.change_run(successes=(len(ended), self.now))
-        if not 0 < len(ended) < run.world_size:
+        if len(ended) != ledger.successes[0]:
+            self.change(successes=(len(ended), self.now))
+        if not 0 < len(ended) < ledger.world_size:
             return
-        due = self.current.successes[1] + _UNFINISHED_SECONDS
+        due = self.ledger.successes[1] + _UNFINISHED_SECONDS
         if self.now < due:
             self.wake(due)
             return
-        running = sorted(set(range(run.world_size)) - ended)
+        running = sorted(set(range(ledger.world_size)) - ended)
         still = f"{ranks_text(running)} still run{'s' if len(running) == 1 else ''}"
         text = f"{still}; {ranks_text(ended)} ended {_UNFINISHED_SECONDS:.0f} s ago"
         self.add("unfinished", text=text)
-        by_node = {node: each[:_MOST_NAMED] for node, each in run.by_node(running).items()}
-        self.change_run(successes=(len(ended), math.inf))
-        self._ask(by_node, note=text)
+        notes = {
+            node: Probe(tuple(each[:_MOST_NAMED]), note=text)
+            for node, each in ledger.by_node(running).items()
+        }
+        self.change(successes=(len(ended), math.inf), unfinished=notes)
 
     # -- a hang ------------------------------------------------------------------------------------
 
-    def _look_for_hang(self, timeout: float) -> Outcome | None:
-        """Return the outcome of a round in which nothing has moved for the whole timeout.
+    def _look_for_hang(self, timeout: float) -> Verdict | None:
+        """Return the end of a round in which nothing has moved for the whole timeout.
 
         A node that does not answer proves nothing; its lease ends a round whose agent is gone.
         """
-        run, now = self.current, self.now
+        ledger, now = self.ledger, self.now
         interval = min(max(timeout / _HANG_PARTS, _HANG_SHORTEST), _HANG_LONGEST)
         living = [
             node
-            for node_rank in self.ledger.nodes
+            for node_rank in ledger.nodes
             if (node := self.view.nodes.get(node_rank)) is not None and not _has_ended(node)
         ]
         alive = max((node.heard_at - node.state.quiet for node in living), default=now)
         if self.view.stalled:
             alive = now  # the workers may have been stopped too
-        if alive > run.alive + _HANG_JITTER:
-            self.change_run(alive=alive, comparable=False)
-            run = self.current
-        answered = all(node.state.sampled == run.sample for node in living)
-        compared = run.comparable and answered and run.sampled > run.alive
-        if compared and any(node.state.moved for node in living):
-            self.change_run(alive=run.sampled)
-            run = self.current
-        elif compared and run.sampled - run.alive >= timeout:
-            return outcome.hang(self.job.own, self.view.nodes[self.job.own].host, timeout)
-        limit = run.alive + timeout
-        due = max(run.alive, run.sampled) + interval
-        if run.comparable and run.sampled < limit < due:
-            due = limit  # the last sample
+        alive = max(alive, ledger.alive)
+        self.change(alive=alive)
+        answered = all(node.state.sampled == ledger.sample for node in living)
+        if answered and ledger.sampled - alive >= timeout:
+            why = f"no progress for {timeout:g}s"
+            failure = self._failure_of(self.job.own, why, FailureKind.HANG)
+            return replace(Verdict.of_failure(failure), reason=why)  # until its rank is known
+        due = max(alive, ledger.sampled) + interval
         if not answered:
-            due = max(due, run.sampled + _SAMPLE_SECONDS)
+            due = max(due, ledger.sampled + _SAMPLE_SECONDS)
         if now >= due:
-            self.change_run(sample=run.sample + 1, sampled=now, comparable=run.sampled > run.alive)
+            self.change(sample=ledger.sample + 1, sampled=now)
             due = now + _SAMPLE_SECONDS
         self.wake(due)
         return None
 
     # -- the end of a round ------------------------------------------------------------------------
 
-    def _end_run(self, end: Outcome) -> None:
+    def _end_run(self, end: Verdict) -> None:
         """Stop the round, or first collect stacks: of many nodes from some, and the failed one."""
         alive = sorted(
             node
@@ -1173,19 +1098,19 @@ class _Step:
         if end.failure is not None and not _is_hang(end) and len(alive) > MOST_NODES:
             some = {*alive[:: len(alive) // MOST_NODES + 1], end.failure.node_rank}
             alive = [node for node in alive if node in some]
-        if end.stacks and alive:
-            self.change_run(collect_from=frozenset(alive))
+        wanted = end.state is JobState.CANCELLED and _cancel_request(self.view.nodes).stacks
+        if alive and (wanted or end.state is JobState.FAILED):
+            self.change(collect_from=frozenset(alive))
             self.go(Stage.COLLECT, end=end)
         else:
             self._stop_run(end)
 
     def collect(self) -> None:
         ledger, nodes = self.ledger, self.view.nodes
-        run, end = ledger.run, ledger.ending
-        due = ledger.since + _COLLECT_SECONDS
+        end, due = ledger.ending, ledger.since + _COLLECT_SECONDS
         missing = [
             node
-            for node in run.collect_from
+            for node in ledger.collect_from
             if not self._is_gone(nodes[node]) and not nodes[node].state.collected
         ]
         if missing and self.now < due and not _killing(nodes):
@@ -1193,40 +1118,33 @@ class _Step:
             return
         if _is_hang(end):
             steps = (nodes[node].state.step for node in ledger.nodes if node in nodes)
-            end = outcome.with_ranks(
-                end,
-                self.view.stacks,
-                step=max(steps, default=-1),
-                first_ranks={node: world.first_rank for node, world in run.worlds.items()},
-            )
+            first_ranks = {node: world.first_rank for node, world in ledger.worlds.items()}
+            step = max(steps, default=-1)
+            end = root_cause.of_hang(end, self.view.stacks, step=step, first_ranks=first_ranks)
         self._stop_run(end)
 
-    def _stop_run(self, end: Outcome) -> None:
+    def _stop_run(self, end: Verdict) -> None:
         if end.state is not JobState.SUCCEEDED:
             self.add("stop", restart=self.ledger.restarts, why=end.reason)
-        self.change_run(stop_at=self.now)
+        self.change(stop_at=self.now)
         self.go(Stage.STOP, end=end)
-        self._set_stop_due()
-
-    def _set_stop_due(self) -> None:
-        grace = _stop_order(self.job, self.ledger, self.view.nodes).grace
-        self.change_run(stop_due=self.now + grace + _STOP_SECONDS)
 
     def stop(self) -> None:
         ledger, nodes = self.ledger, self.view.nodes
-        run = ledger.run
-        if self.view.stalled:  # this process could not receive meanwhile
-            self._set_stop_due()
+        # A coordinator that stood still could not receive meanwhile.
+        since = self.now if self.view.stalled else ledger.stop_at
+        grace = grace_after(ledger.ending, self.job.options, left=_left(ledger))
+        due = since + grace + _STOP_SECONDS
         running = [
             node
-            for node in run.worlds
+            for node in ledger.worlds
             if node in nodes
-            and nodes[node].lost is None
+            and nodes[node].here
             and not (nodes[node].state.idle and nodes[node].state.round >= ledger.round)
-            and nodes[node].joined_at <= run.began
+            and nodes[node].joined_at <= ledger.began
         ]
-        if running and self.now < self.current.stop_due:
-            self.wake(self.current.stop_due)
+        if running and self.now < due:
+            self.wake(due)
             return
         for node in running:
             self.say(f"node {node} (host {nodes[node].host}) {_NO_ANSWER}")
@@ -1246,40 +1164,27 @@ class _Step:
         if end.failure is not None and end.failure.rank is not None and not _is_hang(end):
             # Reports that arrived during the stop may be older, or more complete.
             root, _ = explain(self.job, ledger, self.view)
-            end = outcome.failed(root or end.failure)
+            end = Verdict.of_failure(root or end.failure)
         if not _is_recorded(self.job, ledger):
             self._record(end)
-        decision = policy.Decision()
+        decision = policy.Restart()
         if end.failure is not None:
             rounds, job = self.ledger.rounds[:-1], self.job
             decision = policy.decide(end.failure, job.options, rounds, job.attempt, job.nnodes)
         if decision.why:
             end = replace(end, reason=f"{end.reason} (not restarted: {decision.why})")
-        if decision.more_memory:
-            factor = decision.more_memory
-            reason = f"{end.reason}; queued again with {factor:g} times the memory"
-            end = replace(outcome.preempted(reason), failure=end.failure)
-            self.change(more_memory=factor)
         if not decision.retry:
             self.go(Stage.END, end=end)
-            return
-        if (cancelled := cancellation(self.view.nodes)) is not None:
-            self.go(Stage.END, end=cancelled)
             return
         if decision.avoid and end.failure is not None:
             self._avoid(end.failure)
         if decision.pause:
             self.say(f"the next round begins in {decision.pause:g} s: {end.reason}")
-        self.go(Stage.WAIT, end=end, earliest=self.now + decision.pause)
+        self.change(stage=Stage.WAIT, end=end, since=self.now + decision.pause)
 
-    def _record(self, end: Outcome) -> None:
-        ended = outcome.round_end(
-            end,
-            self.job.attempt,
-            self.ledger.restarts,
-            started_at=self.ledger.started,
-            ended_at=self.view.time,
-        )
+    def _record(self, end: Verdict) -> None:
+        times = {"started_at": self.ledger.started, "ended_at": self.view.time}
+        ended = RoundEnd.of(end, self.job.attempt, self.ledger.restarts, **times)
         self.change(rounds=(*self.ledger.rounds, ended))
         self.add(ROUND_ENDED, **{name: v for name, v in vars(ended).items() if name != "ended_at"})
 
@@ -1287,16 +1192,17 @@ class _Step:
         """Leave the node of a failure out of the next rounds, and name its host for later jobs."""
         node, ledger = failure.node_rank, self.ledger
         lost = failure.kind is FailureKind.NODE_LOST
+        losses = self.view.nodes[node].losses if node in self.view.nodes else ()
         kind = (self.job.attempt, FailureKind.DISK)
         disks = {each.node for each in ledger.rounds if (each.attempt, each.kind) == kind}
         if failure.kind is FailureKind.DISK and len(disks) > 1:  # all nodes share it
             self.change(avoided=tuple(each for each in ledger.avoided if each not in disks))
             return
-        if not lost or ledger.losses.get(node, 0) > 1:  # a lost node may come back once
+        if not lost or len(losses) > 1:  # a lost node may come back once
             self.change(avoided=(*(each for each in ledger.avoided if each != node), node))
         # If only the agent was killed, its host is not to blame. A coordinator whose agent was
         # killed is here again. A full disk is emptied.
-        agent_killed = lost and node in {*ledger.ended, self.job.own}
+        agent_killed = lost and (node == self.job.own or any(each.ended for each in losses[-1:]))
         if not agent_killed and not failure_texts.is_full_disk(failure.message):
             self.add(
                 "avoid",
@@ -1310,7 +1216,6 @@ class _Step:
 # In the other stages, it is the caller's turn.
 _STAGES = {
     Stage.WAIT: _Step.wait,
-    Stage.MEASURE: _Step.measure,
     Stage.RUN: _Step.run,
     Stage.COLLECT: _Step.collect,
     Stage.STOP: _Step.stop,
@@ -1332,22 +1237,11 @@ def host_names(nodes: Mapping[int, Node]) -> dict[int, str]:
     }
 
 
-def slow_lines(ledger: Ledger, nodes: Mapping[int, Node]) -> list[str]:
+def slow_lines(slow: Mapping[int, str], nodes: Mapping[int, Node]) -> list[str]:
     """Return a line for each node that the preflight has found to be slow."""
     names = host_names(nodes)
-    return [f"host {names[node]}: {why}" for node, why in ledger.slow.items()]
-
-
-def _loss(node: Node) -> Loss:
-    """Return how a node was lost, maybe before its agent was started again."""
-    return node.lost or Loss("its agent was started again", node.joined_at, ended=True)
+    return [f"host {names[node]}: {why}" for node, why in slow.items()]
 
 
 def _has_ended(node: Node) -> bool:
     return node.state.ended or len(node.state.succeeded) >= node.nproc
-
-
-def _is_step(old: int, new: int, size: int) -> bool:
-    """Return whether a count gets an event: of many ranks, one that doubled or is nearly all."""
-    nearly = 2 * (size - new) <= size - old
-    return new != old and (size <= _SMALL_WORLD or nearly or new >= 2 * old)

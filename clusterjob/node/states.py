@@ -50,10 +50,24 @@ class Missing:
 
 
 @dataclass(frozen=True)
-class Probed:
-    """The answer to `Probe`: a line for each of these workers, and each as a failure."""
+class Probe:
+    """A question about workers of the node for which other ranks wait.
 
-    number: Number
+    Attributes:
+        gave_up: whether some ranks do not wait for them any more.
+        note: a line for the log of each; such a probe needs no answer.
+    """
+
+    ranks: Annotated[tuple[Number, ...], Limit(1 << 14)]
+    gave_up: bool = False
+    note: str = ""
+
+
+@dataclass(frozen=True)
+class Probed:
+    """The answer to a probe: a line for each of its ranks; each as a failure after a give-up."""
+
+    probe: Probe
     lines: Lines
     failures: Annotated[tuple[Failure, ...], Limit(MAX_WORKERS)] = ()
 
@@ -97,11 +111,12 @@ class NodeState:
         probed: the answer to the newest question about missing ranks; None without one.
         joined, formed: the number of ranks that have begun, and completed, a process group.
         importing: whether a worker imports torch at this moment.
-        quiet: seconds since the last output or heartbeat of a worker, when the state was made.
+        quiet: seconds since the last sign of life of a worker, when the state was made: output, a
+            heartbeat, or a sample of the stacks in which it has moved.
         step: the step of the last heartbeat; -1 without one.
         sampled: the number of the newest sample of the workers' stacks; 0 without one.
-        moved: whether a worker has moved between that sample and the one before.
         collected: whether the stacks of its workers have been sent.
+        dumps: the dumps of torch's flight recorder of that moment, relative to the job directory.
         measured: how the measuring process has ended: "done", or why it failed; empty before.
         by_exec: why the node starts its workers by exec; empty if it forks them.
         seen: the number of the newest round whose members the node knows, plus 1.
@@ -124,37 +139,12 @@ class NodeState:
     quiet: float = 0.0
     step: Annotated[int, Limit(2**62, minimum=-1)] = -1
     sampled: Number = 0
-    moved: bool = False
     collected: bool = False
+    dumps: Lines = ()
     measured: Text = ""
     by_exec: Text = ""
     seen: Number = 0
     request: Request = Request()
-
-
-@dataclass(frozen=True)
-class Probe:
-    """A question about workers of the node for which other ranks wait.
-
-    Attributes:
-        number: the number of the question.
-        gave_up: whether the ranks that wait for them have given up.
-        note: a line for the log of each; such a probe needs no answer.
-    """
-
-    number: Number
-    ranks: Annotated[tuple[Number, ...], Limit(1 << 14)]
-    gave_up: bool = False
-    note: str = ""
-
-
-@dataclass(frozen=True)
-class Found:
-    """What the ranks do for which a worker of the node waits, for that worker's log."""
-
-    number: Number
-    local_rank: LocalRank
-    lines: Lines
 
 
 @dataclass(frozen=True)
@@ -197,9 +187,8 @@ class Order:
         warned: whether the scheduler takes the nodes soon.
         report: whether to send all failures that are known by now.
         probe: a question about workers of the node; None without one.
-        found: an answer for a worker of the node; None without one.
+        found: what the ranks do for which a worker of the node waits, for that worker's log.
         sample: the number of the sample of the stacks to take; 0 for none.
-        first: whether that sample is the first one since the last sign of life.
         collect: whether to send the stacks of all workers.
         dumps: whether to add the dumps of torch's flight recorder.
         measure: how to measure the node; None if it need not be.
@@ -211,9 +200,8 @@ class Order:
     warned: bool = False
     report: bool = False
     probe: Probe | None = None
-    found: Found | None = None
+    found: Lines = ()
     sample: Number = 0
-    first: bool = False
     collect: bool = False
     dumps: bool = False
     measure: Measure | None = None

@@ -75,6 +75,13 @@ class FailureKind(Word):
     LAUNCH = "launch"  # a node cannot start or run its workers
 
 
+# The kinds of rounds without a failure, with their ends.
+_KINDS = {
+    "": (JobState.SUCCEEDED, 0),
+    "cancelled": (JobState.CANCELLED, CANCELLED_EXIT_CODE),
+    "preempted": (JobState.PREEMPTED, PREEMPTED_EXIT_CODE),
+    "time_limit": (JobState.FAILED, TIMEOUT_EXIT_CODE),
+}
 _MAX_ROUNDS = 65_536  # that are read
 # Rounds that are listed of a job with many: the first and the latest.
 _FIRST_ROUNDS, _LATEST_ROUNDS = 10, 30
@@ -157,7 +164,7 @@ class RoundEnd:
     Attributes:
         attempt: the number of the job's attempt, from 0; a requeue begins the next one.
         restart: the number of the round in this attempt, from 0.
-        kind: a `FailureKind`, ``cancelled`` or ``time_limit``; empty for a success.
+        kind: a `FailureKind`, ``cancelled``, ``preempted`` or ``time_limit``; empty for a success.
         host, node, rank: where the root cause was; None if it has no such place.
         started_at, ended_at: RFC 3339, UTC, by the coordinator's clock.
         message: the error, one short line.
@@ -175,6 +182,43 @@ class RoundEnd:
     message: _Short = ""
     where: _Short = ""
     MAX_MESSAGE: ClassVar[int] = _SHORT
+
+    @classmethod
+    def of(
+        cls,
+        end: Verdict,
+        attempt: int,
+        restart: int,
+        *,
+        started_at: str | None = None,
+        ended_at: str | None = None,
+    ) -> RoundEnd:
+        """Return the entry of a round that has ended like this."""
+        times = {"started_at": started_at, "ended_at": ended_at}
+        if (failure := end.failure) is None:
+            made_by = (end.state, end.exit_code)
+            kind = next((kind for kind, each in _KINDS.items() if each == made_by), "")
+            return cls(attempt, restart, kind, message=end.reason[:_SHORT], **times)
+        return cls(
+            attempt,
+            restart,
+            failure.kind.value,
+            host=failure.host,
+            node=failure.node_rank,
+            rank=failure.rank,
+            message=failure.message[:_SHORT],
+            where=failure.where[:_SHORT],
+            **times,
+        )
+
+    def verdict(self) -> Verdict:
+        """Return how the round has ended; the failure names the node alone."""
+        if self.node is None and self.kind in _KINDS:
+            return Verdict(*_KINDS[self.kind], reason=self.message)
+        kind = next((each for each in FailureKind if each.value == self.kind), FailureKind.CODE)
+        host = self.host or "unknown"
+        failure = Failure.of_node(self.node or 0, host, message=self.message, kind=kind)
+        return Verdict.of_failure(replace(failure, where=self.where))
 
 
 def bounded(rounds: Sequence[RoundEnd]) -> tuple[RoundEnd, ...]:
@@ -220,6 +264,12 @@ class Verdict:
     evidence_ranks: int = 0
     attempts: Annotated[tuple[RoundEnd, ...], Limit(_MAX_ROUNDS, cuts=True)] = ()
     in_code: Annotated[str, Limit(4000, cuts=True)] = ""
+
+    @classmethod
+    def of_failure(cls, failure: Failure) -> Verdict:
+        """Return the end of a job, or of a round, with this root cause."""
+        reason = f"{failure.who}: {failure.message}"
+        return cls(JobState.FAILED, failure.exit_code or 1, reason=reason, failure=failure)
 
     @classmethod
     def from_json(cls, data: Any) -> Verdict:

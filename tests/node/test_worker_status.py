@@ -154,7 +154,7 @@ WORLD = World(
 def test_each_worker_that_others_wait_for_is_described(tmp_path: Path) -> None:
     failures = Failures(1, "gpu1", directory=tmp_path, attempt=0, under_torchrun=False)
     status = WorkerStatus(failures, WORLD)
-    probe = Probe(1, (4, 5, 6, 7), gave_up=True)
+    probe = Probe((4, 5, 6, 7), gave_up=True)
     lines, _ = status.describe(probe, [])
     assert lines[0] == (
         "rank 4 (node 1, local rank 0, host gpu1): was not started: its node still imports torch"
@@ -191,7 +191,7 @@ def test_each_worker_that_others_wait_for_is_described(tmp_path: Path) -> None:
         "  <module> (/w/train.py:9)",
     )
     assert "the others gave up waiting for this process, which has run for" in log.read_text()
-    assert not status.describe(Probe(2, (6,)), stacks)[1]
+    assert not status.describe(Probe((6,)), stacks)[1]
 
 
 @pytest.mark.parametrize("ranks", ["1", 1, None, [True], [-1], ["1"], [[1]], {"1": 1}, [0] * 9])

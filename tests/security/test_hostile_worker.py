@@ -109,7 +109,7 @@ def test_threads_with_ever_new_names_do_not_fill_the_memory() -> None:
         names = ["MainThread", *(f"thread {sample}.{number}" for number in range(10))]
         threads = tuple(ThreadStack(name, frames) for name in names)
         stack = RankStack(0, 0, "h", os.getpid(), state="sleeps", answered=True, threads=threads)
-        progress.sample(lambda found=stack: [found], first=sample == 0)
+        progress.sample(lambda found=stack: [found])
     assert len(progress._ranks[0].places) == 10
 
 

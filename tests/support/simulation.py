@@ -27,7 +27,6 @@ from clusterjob.node.decide import Job, Ledger, Loss, Node, Stage, View
 from clusterjob.node.options import parse
 from clusterjob.node.rendezvous import policy
 from clusterjob.node.rendezvous.messages import Lasting
-from clusterjob.node.rendezvous.outcome import Outcome
 from clusterjob.node.rendezvous.succession import may_go_on
 from clusterjob.node.states import Failing, NodeState, Order, Request
 from clusterjob.node.verdict import Failure, FailureKind, JobState, Verdict
@@ -57,7 +56,7 @@ def _end_with_first(step: Any) -> None:
     """End the job when one node has ended."""
     nodes = [step.view.nodes[node] for node in step.ledger.nodes if node in step.view.nodes]
     if any(node.state.ended and not node.failures for node in nodes):
-        step._end_run(Outcome(JobState.SUCCEEDED))
+        step._end_run(Verdict(JobState.SUCCEEDED, 0))
     else:
         _RUN(step)
 
@@ -816,6 +815,9 @@ class Coordinator:
         self.decided = -1.0
         self.ticked = sim.now
         self.stalled_until = -1.0
+        if before is not None:
+            lost = Node(before, f"host{before}", pid=0, nproc=1)
+            self.nodes[before] = lost.lose(Loss("it was lost", sim.now))
         number = len(sim.machines)
         self.job = Job(
             sim.options,
@@ -829,8 +831,8 @@ class Coordinator:
             lost = Failure.of_node(
                 self.before, f"host{self.before}", message="the coordinator was lost"
             )
-            view = View(self.nodes, time=f"{self.sim.now:.3f}")
-            self.apply(core.take_over(self.job, self.ledger, view, self.sim.now, lost))
+            lasting = lasting_of(self.ledger)
+            self.ledger = core.take_over(self.job, lasting, lost, self.sim.now, self.ledger.gone)
         self.tick()
         self.plan(0.0)
 
@@ -856,7 +858,7 @@ class Coordinator:
         if self.dead:
             return False
         known = self.nodes.get(number)
-        if known is not None and known.lost is None:
+        if known is not None and known.here:
             same = known.pid == agent.pid  # it has lost this coordinator, else it was killed
             self.lose(
                 self.links[number].agent,
@@ -874,6 +876,7 @@ class Coordinator:
             joined_at=sim.now,
             heard_at=sim.now,
             state=agent.state(),
+            losses=known.losses if known is not None else (),
         )
         link = self.links[number] = Link(sim, agent, self)
         agent.link, agent.joined = link, True
@@ -889,7 +892,7 @@ class Coordinator:
         if self.dead or self.links.get(number) is not link:
             return
         node = self.nodes[number]
-        if node.lost is not None:
+        if not node.here:
             return
         self.nodes[number] = node.receive(state, self.sim.now)
         if state != node.state:
@@ -908,10 +911,8 @@ class Coordinator:
         if self.dead or self.links.get(number) is not link:
             return
         node = self.nodes[number]
-        if node.lost is None:
-            self.nodes[number] = replace(
-                node, lost=Loss(why, self.sim.now, ended=ended, by_agent=by_agent)
-            )
+        if node.here:
+            self.nodes[number] = node.lose(Loss(why, self.sim.now, ended=ended, by_agent=by_agent))
             link.up = False
             self.plan(0.0)
 
@@ -925,10 +926,11 @@ class Coordinator:
             if stalled:
                 self.on_thaw()
             self.ticked = sim.now
-            for number, node in list(self.nodes.items()):
+            for number in list(self.links):
+                node = self.nodes[number]
                 self.links[number].to_agent(None)
                 silent = sim.now - node.heard_at
-                if node.lost is None and silent > LEASE and number != self.machine.number:
+                if node.here and silent > LEASE and number != self.machine.number:
                     self.lose(
                         self.links[number].agent,
                         f"no message for {silent:.0f} s",
@@ -959,19 +961,16 @@ class Coordinator:
         self.apply(core.decide(self.job, self.ledger, view, self.sim.now))
 
     def apply(self, decision: Any) -> None:
-        sim = self.sim
+        sim, before = self.sim, self.ledger.round
         self.ledger = decision.ledger
         for number, why in decision.dropped.items():
             link = self.links[number]
-            self.nodes[number] = replace(self.nodes[number], lost=Loss(why, sim.now))
+            self.nodes[number] = self.nodes[number].lose(Loss(why, sim.now))
             link.reset()
         for name, fields in decision.events:
             sim.say(f"[{self.machine.number}] {name} {fields}")
-        if self.ledger.stage is Stage.START:
-            view = View(self.nodes, time=f"{sim.now:.3f}")
-            worlds = self.worlds()
-            self.apply(core.begin(self.job, self.ledger, view, sim.now, worlds))
-            return
+        if self.ledger.worlds and self.ledger.round != before:
+            self.check_round()
         if self.ledger.stage is Stage.RESIGN:
             sim.say(f"coordinator {self.machine.number} resigns")
             agent = self.agent
@@ -989,29 +988,19 @@ class Coordinator:
         if decision.due < float("inf"):
             self.plan(max(decision.due - sim.now, 0.001))
 
-    def worlds(self) -> dict[int, World]:
-        chosen = self.ledger.chosen
-        sim, worlds, first = self.sim, {}, 0
-        size = sum(self.nodes[number].nproc for number in chosen)
-        for rank, number in enumerate(chosen):
+    def check_round(self) -> None:
+        """Check that a new round begins with its nodes."""
+        sim, nodes = self.sim, self.ledger.nodes
+        for number in nodes:
             node = self.nodes[number]
-            if node.lost is not None or not node.state.idle:
+            if not node.here or not node.state.idle:
                 raise Violation(f"round starts without node {number}")
-            worlds[number] = World(
-                self.ledger.round + 1, "addr", 1, True, rank, len(chosen), node.nproc, first, size
-            )
-            first += node.nproc
-        if self.machine.number not in worlds:
-            worlds[self.machine.number] = World(
-                self.ledger.round + 1, "addr", 1, True, len(chosen), len(chosen), 0, size, size
-            )
-        if len(chosen) < min(sim.options.min_nodes or 1, len(sim.machines)):
+        if len(nodes) < min(sim.options.min_nodes or 1, len(sim.machines)):
             raise Violation("too few nodes")
-        sim.say(f"coordinator {self.machine.number} starts round on {chosen}")
-        return worlds
+        sim.say(f"coordinator {self.machine.number} starts round on {nodes}")
 
     def send_orders(self) -> None:
-        heirs = [number for number in sorted(self.nodes) if self.nodes[number].lost is None]
+        heirs = [number for number in sorted(self.nodes) if self.nodes[number].here]
         heirs.sort(key=lambda n: (n <= self.machine.number, n == self.machine.number, n))
         for number, order in core.orders(self.job, self.ledger, self.nodes):
             link = self.links[number]
@@ -1026,8 +1015,7 @@ class Coordinator:
         """A start carries the ledger; it arrives with the next order."""
         ledger, node, heirs = note
         agent = link.agent
-        lasting = {name: getattr(ledger, name) for name in vars(Lasting())}
-        ledger = Ledger(**lasting, stage=Stage.RUN, started=ledger.first_started)
+        ledger = Ledger(**vars(lasting_of(ledger)))
 
         def keep() -> None:
             agent.machine.disk["heirs"] = heirs
@@ -1040,22 +1028,15 @@ class Coordinator:
 
     def give_verdict(self) -> None:
         end = self.ledger.end
-        assert isinstance(end, Outcome)
-        verdict = Verdict(
-            end.state,
-            end.exit_code,
-            reason=end.reason,
-            failure=end.failure,
-            restarts=self.ledger.restarts,
-            attempts=self.ledger.rounds,
-        )
+        assert end is not None
+        verdict = replace(end, restarts=self.ledger.restarts, attempts=self.ledger.rounds)
         sim = self.sim
         sim.say(f"verdict of {self.machine.number}: {end.state.value} {end.reason}")
         sim.verdicts.append((self.birth, verdict))
         sim.check_success(self.ledger, verdict)
         sim.shared_result = verdict
         for number, node in self.nodes.items():
-            if node.lost is None:
+            if node.here:
                 self.links[number].to_agent(End(state=verdict.state))
         self.dead = True
         sim.after(3.0, lambda: self.leave(verdict))
@@ -1070,6 +1051,10 @@ class Coordinator:
             self.agent.end(verdict.state)
 
 
+def lasting_of(ledger: Ledger) -> Lasting:
+    return Lasting(**{name: getattr(ledger, name) for name in vars(Lasting())})
+
+
 # Broken rules of the decisions: a method of `_Step` or a function of `policy`, and what it does
 # instead.
 MUTANTS: dict[str, tuple[str, Callable[..., Any]]] = {
@@ -1077,7 +1062,7 @@ MUTANTS: dict[str, tuple[str, Callable[..., Any]]] = {
     "no wait for workers of lost nodes": ("may_train", lambda step: 0.0),
     "a round begins on busy nodes": (
         "usable",
-        lambda step: [n for n, node in step.view.nodes.items() if node.lost is None],
+        lambda step: [n for n, node in step.view.nodes.items() if node.here],
     ),
     "a round ends without its lost nodes": ("_is_gone", lambda step, node: False),
     "the end of a round is not waited for": ("stop", lambda step: step.end_round()),

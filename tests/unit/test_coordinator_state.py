@@ -27,7 +27,6 @@ def state(seconds_left: float = 1e6) -> CoordinatorState:
         rounds=(RoundEnd(2, 1, "signal"),),
         first_started="2026-11-25T12:00:00.000Z",
         deadline=seconds_left,
-        limit_runs=True,
     )
     return CoordinatorState(
         2,
@@ -35,20 +34,24 @@ def state(seconds_left: float = 1e6) -> CoordinatorState:
         node=1,
         host="gpu1",
         moves=1,
-        process="boot pid:[1] 2 3",
-        addresses=("10.0.0.2", "10.0.0.3"),
+        process=processes.identity(1),
         clock=1234.5,
         made_at=time.monotonic(),
-        boot_id=processes.boot_id(),
     )
 
 
+def read(job_dir: Path, attempt: int = 2) -> CoordinatorState | None:
+    found = succession.from_disk(job_dir, attempt, "it was killed")
+    return found.state if found is not None else None
+
+
 def test_state_that_was_written_is_read_in_the_same_attempt(tmp_path: Path) -> None:
-    assert succession.read_state(tmp_path, 2) is None
+    assert read(tmp_path) is None
     written = state()
     succession.write_state(tmp_path, written)
-    assert succession.read_state(tmp_path, 2) == written
-    assert succession.read_state(tmp_path, 3) is None
+    # The rounds that have ended are those of the events.
+    assert read(tmp_path) == replace(written, lasting=replace(written.lasting, rounds=()))
+    assert read(tmp_path, 3) is None
     assert (tmp_path / COORDINATOR).stat().st_mode & 0o777 == 0o600
 
 
@@ -56,8 +59,8 @@ def test_time_limit_goes_on_on_this_machine_and_stands_still_until_another_reads
     tmp_path: Path,
 ) -> None:
     made = replace(state(160.0), made_at=time.monotonic() - 60)
-    for boot_id, left in ((made.boot_id, 100), ("another", 160)):
-        succession.write_state(tmp_path, replace(made, boot_id=boot_id))
+    for process, left in ((made.process, 100), ("another pid:[1] 2 3", 160)):
+        succession.write_state(tmp_path, replace(made, process=process))
         found = succession.from_disk(tmp_path, 2, "it was killed")
         assert found is not None
         limit = found.received_at + found.state.lasting.deadline
@@ -68,11 +71,9 @@ def test_time_limit_goes_on_on_this_machine_and_stands_still_until_another_reads
     "change",
     [
         {"attempt": None},
-        {"addresses": ["10.0.0.2"] * 9},
-        {"addresses": [5]},
         {"moves": 1.5},
         {"made_at": 1e12},
-        {"boot_id": None},
+        {"process": None},
         {"lasting": {"round": -2}},
         {"lasting": {"round": "3"}},
         {"lasting": {"round": True}},
@@ -91,10 +92,10 @@ def test_damaged_state_is_ignored(tmp_path: Path, change: dict[str, Any]) -> Non
     succession.write_state(tmp_path, state())
     data = json.loads((tmp_path / COORDINATOR).read_text())
     (tmp_path / COORDINATOR).write_text(json.dumps(data | change))
-    assert succession.read_state(tmp_path, 2) is None
+    assert read(tmp_path) is None
 
 
 @pytest.mark.parametrize("text", ["", "[]", "{", '"x"', "null"])
 def test_file_that_is_no_state_is_ignored(tmp_path: Path, text: str) -> None:
     (tmp_path / COORDINATOR).write_text(text)
-    assert succession.read_state(tmp_path, 2) is None
+    assert read(tmp_path) is None

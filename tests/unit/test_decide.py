@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import random
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -15,17 +14,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from clusterjob.node import decide as core
-from clusterjob.node.contract import World
 from clusterjob.node.decide import MOST_NODES, Decision, Job, Ledger, Loss, Node, Stage, View
 from clusterjob.node.options import LaunchOptions
 from clusterjob.node.program import Program
-from clusterjob.node.rendezvous import messages, outcome
-from clusterjob.node.rendezvous.messages import Members
-from clusterjob.node.rendezvous.outcome import Outcome
+from clusterjob.node.rendezvous import messages
+from clusterjob.node.rendezvous.messages import Lasting, Members
 from clusterjob.node.rendezvous.root_cause import EFFECT_TIMEOUT, EXIT_TIMEOUT
 from clusterjob.node.stacks.grouping import Frame, RankStack, ThreadStack
-from clusterjob.node.states import Failing, Missing, NodeState, Order, Probed, Request
-from clusterjob.node.verdict import Failure, FailureKind, JobState, RoundEnd
+from clusterjob.node.states import Failing, Missing, NodeState, Order, Probe, Probed, Request
+from clusterjob.node.verdict import Failure, FailureKind, JobState, RoundEnd, Verdict
 
 
 def failure(
@@ -71,13 +68,18 @@ class Cluster:
         self.join(*range(nnodes), nproc=nproc)
 
     def join(self, *numbers: int, nproc: int = 1) -> None:
+        """Let agents join, also those that were started again."""
         for number in numbers:
+            if number in self.nodes and self.nodes[number].here:
+                self.lose(number, "its agent joins again", ended=True)
+            losses = self.nodes[number].losses if number in self.nodes else ()
             self.nodes[number] = Node(
-                number, f"gpu{number}", pid=1, nproc=nproc, joined_at=self.now, heard_at=self.now
-            )
+                number, f"gpu{number}", pid=1, nproc=nproc, joined_at=self.now, heard_at=self.now,
+                losses=losses,
+            )  # fmt: skip
 
     def lose(self, number: int, why: str = "no message for 10 s", **fields: Any) -> None:
-        self.nodes[number] = replace(self.nodes[number], lost=Loss(why, self.now, **fields))
+        self.nodes[number] = self.nodes[number].lose(Loss(why, self.now, **fields))
 
     def say(self, *numbers: int, **fields: Any) -> None:
         """Let nodes send their states."""
@@ -89,22 +91,10 @@ class Cluster:
         self.say(number, failing=tuple(Failing(each, age, exited=exited) for each in found))
 
     def decide(self, seconds: float = 0.0) -> Stage:
-        """Let time pass, decide, and begin the round that follows; return the stage."""
+        """Let time pass, and decide; return the stage."""
         self.now += seconds
         self._take(core.decide(self.job, self.ledger, self._view(), self.now))
-        if self.ledger.stage is Stage.START:
-            worlds, first = {}, 0
-            chosen = self.ledger.chosen
-            size = sum(self.nodes[node].nproc for node in chosen)
-            for rank, number in enumerate(chosen):
-                nproc = self.nodes[number].nproc
-                worlds[number] = World(
-                    self.ledger.round + 1, "gpu0", 29500, agent_store=True, node_rank=rank,
-                    nnodes=len(chosen), nproc=nproc, first_rank=first, world_size=size,
-                )  # fmt: skip
-                first += nproc
-            self._take(core.begin(self.job, self.ledger, self._view(), self.now, worlds))
-        elif self.honest and not self.dropped:  # at the same moment, nothing changes any more
+        if self.honest and not self.dropped:  # at the same moment, nothing changes any more
             orders = self.orders() if self.ledger.stage is not Stage.END else {}
             again = core.decide(self.job, self.ledger, self._view(), self.now)
             expected = Decision(self.ledger, due=again.due, asks_slurm=again.asks_slurm)
@@ -139,17 +129,17 @@ class Cluster:
             exits=(),
         )
         self.decide()
-        assert self.ledger.run.running
+        assert self.ledger.running
 
     def stop(self) -> None:
         """Let all nodes stop their workers as they are told."""
         for _ in range(2):
             if self.ledger.stage is Stage.COLLECT:
-                self.say(*self.ledger.run.collect_from, collected=True)
+                self.say(*self.ledger.collect_from, collected=True)
                 self.decide()
             if self.ledger.stage is Stage.STOP:
-                for number in self.ledger.run.worlds:
-                    if self.nodes[number].lost is None:
+                for number in self.ledger.worlds:
+                    if self.nodes[number].here:
                         self.say(number, round=self.ledger.round, idle=True, ended=True)
                 self.decide()
 
@@ -165,7 +155,7 @@ class Cluster:
         self.stop()
 
     @property
-    def end(self) -> Outcome:
+    def end(self) -> Verdict:
         return self.ledger.ending
 
     @property
@@ -220,6 +210,29 @@ def test_round_begins_when_all_nodes_are_there_and_succeeds_when_all_workers_hav
     assert [each.kind for each in cluster.ledger.rounds] == [""]
 
 
+def test_nodes_of_unequal_size_get_consecutive_ranks() -> None:
+    cluster = Cluster(3)
+    for number, nproc in enumerate((1, 3, 2)):
+        cluster.join(number, nproc=nproc)
+    cluster.run()
+    found = cluster.ledger.worlds.values()
+    assert [(each.node_rank, each.first_rank, each.nproc) for each in found] == [
+        (0, 0, 1), (1, 1, 3), (2, 4, 2),
+    ]  # fmt: skip
+    assert {(each.nnodes, each.world_size) for each in found} == {(3, 6)}
+
+
+@pytest.mark.parametrize("serves_store", [True, False])
+def test_coordinator_without_workers_serves_the_store(serves_store: bool) -> None:
+    cluster = Cluster(3, spares=1, max_restarts=1)
+    cluster.job = replace(cluster.job, own=2, serves_store=serves_store)
+    cluster.run()
+    worlds = cluster.ledger.worlds
+    assert list(worlds) == ([0, 1, 2] if serves_store else [0, 1])
+    if serves_store:
+        assert replace(worlds[2], node_rank=1, first_rank=1, nproc=1) == worlds[1]
+
+
 def test_workers_that_ended_without_success_or_failure_are_no_success() -> None:
     cluster = running(2, 2)
     succeed(cluster, 0)
@@ -251,7 +264,7 @@ def test_elastic_round_waits_5_s_for_more_nodes() -> None:
 
 def test_node_that_is_refused_or_lost_before_the_first_round_ends_the_job() -> None:
     cluster = Cluster(2)
-    cluster.view["refused"] = [failure(None, node=1, message="claimed twice")]
+    cluster.view["refused"] = failure(None, node=1, message="claimed twice")
     assert cluster.decide() is Stage.END
     assert cluster.end.reason == "node 1 (host gpu1): claimed twice"
     other = Cluster(2)
@@ -268,8 +281,8 @@ def test_warning_before_the_first_round_preempts_the_job() -> None:
     assert cluster.end.reason == "SIGUSR1 on gpu1: before its workers had started"
 
 
-FAILED = outcome.failed(failure())
-CANCELLED = outcome.cancelled("SIGTERM", interrupt=False)
+FAILED = Verdict.of_failure(failure())
+CANCELLED = Verdict(JobState.CANCELLED, 143, reason="SIGTERM")
 
 
 @pytest.mark.parametrize(
@@ -283,15 +296,19 @@ CANCELLED = outcome.cancelled("SIGTERM", interrupt=False)
         (FAILED, 60.0, 20.0, 20.0),  # after a warning
         (FAILED, 60.0, -5.0, 0.5),
         (CANCELLED, 60.0, 1e9, 60.0),
-        (replace(CANCELLED, terminated=True), 60.0, 1e9, 25.0),
-        (Outcome(JobState.SUCCEEDED), 60.0, 1e9, 0.0),
+        (Verdict(JobState.SUCCEEDED, 0), 60.0, 1e9, 0.0),
     ],
 )
 def test_grace_is_bounded_by_what_the_scheduler_leaves(
-    end: Outcome, given: float | None, left: float, grace: float
+    end: Verdict, given: float | None, left: float, grace: float
 ) -> None:
     options = LaunchOptions(Program("script", "t.py"), grace=given)
     assert core.grace_after(end, options, left=left) == grace
+
+
+def test_grace_after_the_scheduler_sigterm_is_bounded_by_its_kill_wait() -> None:
+    options = LaunchOptions(Program("script", "t.py"), grace=60.0)
+    assert core.grace_after(CANCELLED, options, left=1e9, terminated=True) == 25.0
 
 
 # -- the preflight ---------------------------------------------------------------------------------
@@ -302,7 +319,8 @@ SLOW = {1: "its GPU computes at 0.5 of the median"}
 def measuring(nnodes: int = 3, **options: Any) -> Cluster:
     """Return a cluster whose nodes measure before the first round."""
     cluster = Cluster(nnodes, **({"preflight": "refuse"} | options))
-    assert cluster.decide() is Stage.MEASURE
+    assert cluster.decide() is Stage.WAIT
+    assert cluster.orders()[0].measure is not None
     return cluster
 
 
@@ -329,7 +347,7 @@ def test_slow_node_is_replaced_by_a_spare_or_refused(
     cluster = measuring(preflight=mode, spares=spares)
     assert [order.measure is not None for order in cluster.orders().values()] == [True] * 3
     measured(cluster, 0, 1)
-    assert cluster.decide() is Stage.MEASURE
+    assert cluster.decide() is Stage.WAIT
     cluster.view["slow"] = slow
     measured(cluster, 2)
     cluster.decide()
@@ -347,9 +365,9 @@ def test_slow_node_is_replaced_by_a_spare_or_refused(
 def test_node_that_does_not_end_its_measures_in_time_is_slow() -> None:
     cluster = measuring(3, spares=1, join_timeout=20.0)
     measured(cluster, 0, 2)
-    assert cluster.wait(49.0) is Stage.MEASURE
+    assert cluster.wait(49.0) is Stage.WAIT
     cluster.wait(2.0)
-    assert dict(cluster.ledger.slow) == {1: "the measuring process: it does not end"}
+    assert cluster.ledger.slow == {1: "the measuring process: it does not end"}
     assert (cluster.ledger.stage, cluster.ledger.nodes) == (Stage.RUN, (0, 2))
 
 
@@ -357,7 +375,8 @@ def test_node_that_cannot_measure_is_slow_and_the_others_do_not_wait_for_it() ->
     cluster = measuring(3, spares=1)
     measured(cluster, 1, how="CUDA error")
     cluster.wait(1.0)
-    assert dict(cluster.ledger.slow) == {1: "the measuring process: CUDA error"}
+    assert cluster.ledger.slow == {1: "the measuring process: CUDA error"}
+    assert cluster.orders()[0].measure is None
     assert (cluster.ledger.stage, cluster.ledger.nodes) == (Stage.RUN, (0, 2))
 
 
@@ -596,7 +615,7 @@ def test_node_that_does_not_stop_is_dropped_after_the_grace() -> None:
     cluster.say(0, idle=True, ended=True)
     cluster.wait(8.0)
     assert cluster.ledger.stage is Stage.END
-    assert cluster.nodes[1].lost is not None
+    assert not cluster.nodes[1].here
     assert "node 1 (host gpu1) does not answer the stop order" in cluster.lines
 
 
@@ -613,7 +632,7 @@ def test_after_failure_of_large_job_some_nodes_are_asked_for_stacks(
     else:
         cluster.fail(failed, failure(failed, node=failed, local=0))
         cluster.decide()
-    found = cluster.ledger.run.collect_from
+    found = cluster.ledger.collect_from
     # A time limit has no failed node; all are asked.
     assert abs(len(found) - asked) <= 1 + nnodes // MOST_NODES * (failed is not None)
     assert failed is None or failed in found
@@ -773,7 +792,7 @@ def test_lost_node_without_others_ends_an_elastic_job_below_its_size() -> None:
     cluster.finish()
     cluster.wait(31.0)
     assert cluster.ledger.stage is Stage.END
-    assert "1 of 2 nodes are left, and none came within 30 s" in cluster.end.reason
+    assert "node 1 of 2 did not return within 30 s" in cluster.end.reason
 
 
 def test_lost_node_that_does_not_return_ends_a_job_that_needs_it() -> None:
@@ -784,7 +803,7 @@ def test_lost_node_that_does_not_return_ends_a_job_that_needs_it() -> None:
     cluster.wait(1.0)
     assert (cluster.ledger.stage, cluster.ledger.restarts) == (Stage.END, 0)
     assert (cluster.cause.kind, cluster.cause.node_rank) == ("node_lost", 1)
-    assert "was lost: its connection was closed; 1 of 2 nodes are left" in cluster.end.reason
+    assert "was lost: its connection was closed; node 1 of 2 did not return" in cluster.end.reason
 
 
 def test_node_that_was_started_again_in_a_round_is_lost_and_gets_no_workers() -> None:
@@ -931,11 +950,10 @@ def test_nodes_of_missing_ranks_are_asked_and_the_answer_goes_to_who_waits() -> 
     asked = {node: order.probe for node, order in cluster.orders().items()}
     assert asked[0] is None
     assert [probe.ranks for probe in (asked[1], asked[2]) if probe is not None] == [(2,), (5,)]
-    cluster.say(2, probed=Probed(1, ("rank 5: it sleeps",)))
+    cluster.say(2, probed=Probed(Probe((5,)), ("rank 5: it sleeps",)))
     cluster.decide()
-    found = cluster.orders()[0].found
-    assert found is not None
-    assert (found.local_rank, found.lines) == (0, ("rank 5: it sleeps",))
+    found = {node: order.found for node, order in cluster.orders().items()}
+    assert found == {0: ("rank 5: it sleeps",), 1: (), 2: ()}
     assert cluster.named("missing") == [{"node_rank": 2, "workers": ["rank 5: it sleeps"]}]
 
 
@@ -947,7 +965,9 @@ def test_missing_rank_is_the_cause_when_those_that_waited_have_given_up() -> Non
     cluster.fail(0, gave_up)
     cluster.say(0, 1, reported=True)
     assert cluster.wait(2.0) is Stage.RUN, "the answer may take 3 s"
-    cluster.say(1, probed=Probed(1, ("rank 3: it sleeps",), (stuck,)))
+    probe = cluster.orders()[1].probe
+    assert probe == Probe((3,), gave_up=True)
+    cluster.say(1, probed=Probed(probe, ("rank 3: it sleeps",), (stuck,)))
     cluster.decide()
     assert cluster.end.failure == stuck
 
@@ -958,7 +978,8 @@ def test_rank_for_which_others_gave_up_is_no_cause_of_a_lost_connection(
 ) -> None:
     cluster = running(2, 2)
     waiting(cluster, 3, gave_up=True)
-    cluster.say(1, probed=Probed(1, ("rank 3: it sleeps",), (failure(3, node=1, local=1),)))
+    stuck = failure(3, node=1, local=1)
+    cluster.say(1, probed=Probed(Probe((3,), gave_up=True), ("rank 3: it sleeps",), (stuck,)))
     assert cluster.decide(60.0) is Stage.RUN, "the script may handle the error"
     cluster.fail(0, failure(0, effect=True, kind=kind))
     cluster.say(0, 1, reported=True)
@@ -987,7 +1008,8 @@ def test_answer_to_an_earlier_question_is_no_cause() -> None:
     waiting(cluster, 3, gave_up=True)
     waiting(cluster, 2, gave_up=True)
     stuck = failure(3, node=1, local=1)
-    cluster.say(1, probed=Probed(1, ("rank 3: it sleeps",), (stuck,)), reported=True)
+    earlier = Probed(Probe((3,), gave_up=True), ("rank 3: it sleeps",), (stuck,))
+    cluster.say(1, probed=earlier, reported=True)
     cluster.fail(0, failure(0, effect=True, kind=FailureKind.RENDEZVOUS))
     cluster.say(0, reported=True)
     cluster.wait(4.0)
@@ -1026,20 +1048,16 @@ def test_many_ranks_that_still_run_are_grouped_in_one_text() -> None:
     assert len(cluster.named("unfinished")) == 2, "another rank has ended"
 
 
-@pytest.mark.parametrize(("world_size", "most"), [(4096, 48), (8, 16)])
-def test_counts_of_ranks_in_a_large_world_get_few_events(world_size: int, most: int) -> None:
-    cluster = running(world_size // 8, 8)
-    chosen = random.Random(1)
-    for field in ("joined", "formed"):
-        ranks = [node for node in cluster.nodes for _ in range(8)]
-        chosen.shuffle(ranks)
-        for index, node in enumerate(ranks):
-            cluster.say(node, **{field: getattr(cluster.nodes[node].state, field) + 1})
-            if index % (world_size // 128 or 1) == 0 or index > len(ranks) - 3:
-                cluster.decide()
+def test_counts_of_ranks_get_an_event_a_second_and_one_when_the_group_is_formed() -> None:
+    cluster = running(16, 8)
+    for field in ("importing", "joined", "formed"):
+        for number in cluster.nodes:
+            cluster.say(number, **{field: 8 if field != "importing" else True}, started=True)
+            cluster.decide(0.1)
     events = cluster.named("ranks")
-    assert 8 < len(events) <= most
-    assert (events[-1]["joined"], events[-1]["formed"]) == (world_size, world_size)
+    assert 3 <= len(events) <= 6
+    assert (events[0]["joined"], events[0]["importing"]) == (0, True)
+    assert (events[-1]["joined"], events[-1]["formed"], cluster.due) == (128, 128, math.inf)
 
 
 def test_counts_never_fall() -> None:
@@ -1047,10 +1065,10 @@ def test_counts_never_fall() -> None:
     for joined in (8, 0, 8):
         for number in (0, 1):
             cluster.say(number, joined=joined)
-            cluster.decide()
+            cluster.decide(1.0)
     for number in (2, 3):
         cluster.say(number, joined=8)
-        cluster.decide()
+        cluster.decide(1.0)
     assert [each["joined"] for each in cluster.named("ranks")] == [8, 16, 24, 32]
 
 
@@ -1058,7 +1076,10 @@ def test_counts_never_fall() -> None:
 
 
 class Quiet(Cluster):
-    """Two nodes whose workers are silent; each answers a request for a sample at once."""
+    """Two nodes whose workers are silent; each answers a request for a sample at once.
+
+    In a sample, workers that move show a sign of life.
+    """
 
     def __init__(self, **options: Any) -> None:
         super().__init__(2, **options)
@@ -1075,9 +1096,10 @@ class Quiet(Cluster):
             self.decide()
             for number, order in self.orders().items():
                 if number not in self.silent and order.sample:
-                    moved = self.moved[number] and not order.first
+                    if self.moved[number]:
+                        self.output_at[number] = self.now
                     quiet = self.now - self.output_at[number]
-                    self.say(number, sampled=order.sample, moved=moved, quiet=quiet, step=number)
+                    self.say(number, sampled=order.sample, quiet=quiet, step=number)
             self.decide()
         return self.ledger.stage is not Stage.RUN
 
@@ -1200,24 +1222,25 @@ def test_half_of_a_job_goes_on_only_if_slurm_says_that_its_node_is_up(
 
 def test_new_coordinator_charges_the_round_once_and_only_with_the_larger_part() -> None:
     members = Members((0, 1, 2), 0)
-    ledger = Ledger(
-        stage=Stage.RUN, round=0, nodes=(0, 1, 2), groups=(members,), first_started="t", started="t"
-    )
+    lasting = Lasting(round=0, nodes=(0, 1, 2), groups=(members,), first_started="t")
     cluster = Cluster(3, max_restarts=1, min_nodes=2, moves=True)
     cluster.job = replace(cluster.job, own=1)
     lost = failure(None, node=0, kind=FailureKind.NODE_LOST, message="it was killed")
     cluster.nodes.clear()
     cluster.join(1)
     cluster.say(1, seen=1)
-    cluster._take(core.take_over(cluster.job, ledger, cluster._view(), cluster.now, lost))
+    cluster.ledger = core.take_over(cluster.job, lasting, lost, cluster.now)
     cluster.wait(2.0)
     assert not cluster.ledger.rounds
     cluster.join(2)
     cluster.say(2, seen=1)
     cluster.decide()
     assert [each.kind for each in cluster.ledger.rounds] == ["node_lost"]
-    again = core.take_over(cluster.job, cluster.ledger, cluster._view(), cluster.now, lost)
-    assert len(again.ledger.rounds) == 1
+    recorded = replace(lasting, rounds=cluster.ledger.rounds)
+    again = core.take_over(cluster.job, recorded, lost, cluster.now)
+    assert core.decide(cluster.job, again, cluster._view(), cluster.now).ledger.rounds == (
+        cluster.ledger.rounds
+    )
     cluster.wait(13.0)
     assert (cluster.ledger.round, cluster.ledger.nodes) == (1, (1, 2))
 
@@ -1239,9 +1262,9 @@ def test_new_coordinator_carries_out_the_end_that_was_recorded(
     cluster = Cluster(2, max_restarts=restarts)
     place: dict[str, Any] = {"host": "gpu1", "node": 1} if kind == "exit_code" else {}
     ended = RoundEnd(0, 0, kind=kind, message="exited with code 3", **place)
-    ledger = Ledger(stage=Stage.RUN, round=0, nodes=(0, 1), rounds=(ended,), first_started="t")
+    lasting = Lasting(round=0, nodes=(0, 1), rounds=(ended,), first_started="t")
     lost = failure(None, node=0, kind=FailureKind.NODE_LOST, message="it was killed")
-    cluster._take(core.take_over(cluster.job, ledger, cluster._view(), cluster.now, lost))
+    cluster.ledger = core.take_over(cluster.job, lasting, lost, cluster.now)
     assert cluster.decide() is stage
     assert (cluster.ledger.end.state if cluster.ledger.end else None) is state
     assert len(cluster.ledger.rounds) == 1
@@ -1284,6 +1307,7 @@ FAILURES = st.builds(
 )
 FAILING = st.lists(st.builds(Failing, FAILURES, AGES, exited=st.booleans()), max_size=3).map(tuple)
 LINES = st.lists(st.just("rank 3: it sleeps"), max_size=2).map(tuple)
+PROBES = st.builds(Probe, st.sampled_from([(3,), (2, 3)]), gave_up=st.booleans())
 STATES = st.builds(
     NodeState,
     round=st.sampled_from([-1, 0, 0, 0, 1, (1 << 24) - 1]),
@@ -1297,7 +1321,7 @@ STATES = st.builds(
         st.lists(RANKS, max_size=3).map(tuple),
         gave_up=st.booleans(),
     ),
-    probed=st.none() | st.builds(Probed, NUMBERS, LINES, st.lists(FAILURES, max_size=2).map(tuple)),
+    probed=st.none() | st.builds(Probed, PROBES, LINES, st.lists(FAILURES, max_size=2).map(tuple)),
     joined=NUMBERS,
     formed=NUMBERS,
     quiet=AGES,
@@ -1311,7 +1335,7 @@ STATES = st.builds(
     | st.just(Request(warning="why")),
     **{
         name: st.booleans()
-        for name in ("started", "ended", "idle", "reported", "importing", "moved", "collected")
+        for name in ("started", "ended", "idle", "reported", "importing", "collected")
     },
 )
 OPTIONS = [

@@ -18,7 +18,7 @@ from clusterjob.insight import silence
 from clusterjob.node.agent.node_workers import bounded
 from clusterjob.node.logs.log_files import node_directory
 from clusterjob.node.metrics.samples import NodeFacts, Sample, SampleWriter
-from clusterjob.node.rendezvous import messages, outcome
+from clusterjob.node.rendezvous import messages, root_cause
 from clusterjob.node.rendezvous.messages import check_sender
 from clusterjob.node.stacks import progress
 from clusterjob.node.stacks.grouping import Frame, RankStack, ThreadStack
@@ -61,16 +61,16 @@ class Samples:
         self.hidden = list(workers.values())
         return dict.fromkeys(workers, self.activity)
 
-    def take(self, *found: RankStack, first: bool = False, **used: Any) -> bool:
+    def take(self, *found: RankStack, **used: Any) -> bool:
         self.now += 5.0
         self.activity = replace(self.activity, **used)
-        return self.progress.sample(lambda: found, first=first)
+        return self.progress.sample(lambda: found)
 
 
 @pytest.fixture
 def samples(monkeypatch: pytest.MonkeyPatch) -> Samples:
     taken = Samples(monkeypatch)
-    assert not taken.take(stack("a.py:main", "a.py:step"), first=True)
+    assert taken.take(stack("a.py:main", "a.py:step")), "a new rank moves"
     return taken
 
 
@@ -108,7 +108,7 @@ def test_stack_that_is_written_in_a_sample_is_no_move(samples: Samples) -> None:
         samples.activity = replace(samples.activity, io=900)
         return [stack("a.py:main", "a.py:step")]
 
-    assert not samples.progress.sample(write, first=False)
+    assert not samples.progress.sample(write)
     assert not samples.take(stack("a.py:main", "a.py:step"))
 
 
@@ -122,7 +122,7 @@ def test_main_thread_counts_as_below_where_the_stack_does_not_show_the_work(
     monkeypatch: pytest.MonkeyPatch, main: str | None
 ) -> None:
     samples = Samples(monkeypatch)
-    samples.take(stack(main or "", answered=main is not None), first=True)
+    samples.take(stack(main or "", answered=main is not None))
     assert samples.hidden == [main != "a.py:step"]
 
 
@@ -167,11 +167,13 @@ def test_new_worker_moves_and_no_worker_stands_still(samples: Samples) -> None:
 
 def hang_of(
     stacks: list[RankStack], seconds: float = 90.0, *, step: int = -1, first_rank: int = 0
-) -> tuple[outcome.Outcome, Failure]:
+) -> tuple[Verdict, Failure]:
     """Return the end of a job that hangs with these stacks, and its failure."""
-    end = outcome.hang(0, "host", seconds)
+    why = f"no progress for {seconds:g}s"
+    hang = Failure.of_node(0, "host", message=why, kind=FailureKind.HANG)
+    end = Verdict(JobState.FAILED, 1, reason=why, failure=hang)
     first_ranks = dict.fromkeys((0, 1), first_rank)
-    found = outcome.with_ranks(end, stacks, step=step, first_ranks=first_ranks)
+    found = root_cause.of_hang(end, stacks, step=step, first_ranks=first_ranks)
     assert found.failure is not None
     return found, found.failure
 
@@ -180,7 +182,7 @@ def test_verdict_names_the_rank_outside_of_the_collective() -> None:
     waiting = [f"{TORCH}:all_reduce"]
     stacks = [stack("train.py:main", *waiting, rank=rank) for rank in (0, 2)]
     stacks.append(stack("train.py:main", "data.py:decode", rank=1))
-    found, failure = hang_of(stacks, 600.0, step=12)
+    _, failure = hang_of(stacks, 600.0, step=12)
     assert (failure.kind, failure.rank) == (FailureKind.HANG, 1)
     assert failure.message == (
         "no progress for 600s: ranks 0, 2 wait in all_reduce (train.py:7);"
@@ -188,7 +190,6 @@ def test_verdict_names_the_rank_outside_of_the_collective() -> None:
         " last step 12"
     )
     assert failure.last_lines[1] == "decode (data.py:7)"
-    assert found.stacks
 
 
 def test_verdict_names_the_stopped_one_of_two_ranks() -> None:

@@ -16,7 +16,7 @@ from clusterjob.node.environments.topology import Topology
 from clusterjob.node.logs.events import EventLog
 from clusterjob.node.options import parse
 from clusterjob.node.rendezvous import protocol
-from clusterjob.node.rendezvous.identity import JobIdentity
+from clusterjob.node.rendezvous.identity import JobIdentity, NodeJob
 from clusterjob.node.rendezvous.membership import Membership
 from clusterjob.node.rendezvous.messages import Hello
 
@@ -216,9 +216,9 @@ def test_nodes_with_different_indices_are_refused_at_rendezvous(tmp_path: Path) 
             has_torch=False,
             counted_by="MLP_WORKER_RACK_RANK_INDEX",
         )
-        membership = Membership(
-            3, 0, options=parse(["x.py"]), job=job, events=EventLog(tmp_path / "events.jsonl")
-        )
+        topology = Topology(3, 0, 1, "", None, source="test")
+        node = NodeJob(topology, parse(["x.py"]), job, tmp_path, print)
+        membership = Membership(node, EventLog(tmp_path / "events.jsonl"))
         membership.join(hello_of(by_rack, 0), lambda _message: None)
         membership.join(hello_of(by_rack, 1), lambda _message: None)
         with pytest.raises(protocol.RefusedError) as caught:

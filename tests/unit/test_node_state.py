@@ -31,7 +31,6 @@ from clusterjob.node.rendezvous.identity import JobIdentity, NodeJob
 from clusterjob.node.rendezvous.protocol import LINE_BYTES
 from clusterjob.node.states import (
     Failing,
-    Found,
     Missing,
     NodeState,
     Order,
@@ -71,14 +70,13 @@ FULL = NodeState(
     reported=True,
     exits=(Failing(SHORT, 3, exited=True),),
     missing=Missing(1, (4, 5), gave_up=True),
-    probed=Probed(2, ("rank 1: it sleeps",), (SHORT,)),
+    probed=Probed(Probe((1,)), ("rank 1: it sleeps",), (SHORT,)),
     joined=2,
     formed=1,
     importing=True,
     quiet=4.5,
     step=10,
     sampled=6,
-    moved=True,
     collected=True,
     measured="done",
     by_exec="the script sets OMP_NUM_THREADS",
@@ -135,7 +133,7 @@ def test_state_without_failures_takes_1_kib_and_256_bytes_a_worker(
     report.set(missing=Missing(workers - 1, named, gave_up=True), joined=workers, formed=workers)
     report.set(started=True, ended=True, step=2**40, sampled=10_000, measured="done")
     lines = ["rank 1 (node 1, local rank 1, host gpu1, pid 1): it sleeps in open (train.py:3)"]
-    report.set(probed=answer_to(1, lines * min(workers, len(named)), []))
+    report.set(probed=answer_to(Probe(named), lines * min(workers, len(named)), []))
     assert len(messages.FROM_AGENT.encode_json(report.now())) <= 1024 + 256 * workers
 
 
@@ -165,7 +163,8 @@ def test_report_of_many_long_failures_and_answers_fits_a_message() -> None:
     for rank in range(300):
         report.fail(failure(rank, lines=50), time.monotonic(), exited=True)
     failures = [failure(rank, lines=50) for rank in range(64)]
-    report.set(probed=answer_to(1, ["x" * 1000] * 300, failures))
+    probe = Probe(tuple(range(300)))
+    report.set(probed=answer_to(probe, ["x" * 1000] * 300, failures))
     state = report.now()
     data = messages.FROM_AGENT.encode_json(state)
     assert len(data) < LINE_BYTES - 1000
@@ -268,8 +267,9 @@ def test_order_that_is_repeated_is_answered_once(
     log.parent.mkdir(parents=True)
     log.touch()
     workers.start(Order(0, world=WORLD))
-    found = Found(1, 0, ("rank 5: it sleeps",))
-    order = Order(0, world=WORLD, report=True, probe=Probe(1, (0,)), found=found)
+    report.set(missing=Missing(0, (5,), gave_up=False))
+    found = ("rank 5: it sleeps",)
+    order = Order(0, world=WORLD, report=True, probe=Probe((0,)), found=found)
     workers.answer(order, Order(0))
     asyncio.run(workers.look(order, Order(0)))
     known = report.state

@@ -15,9 +15,8 @@ from clusterjob.node.logs.events import EventLog, read_job_events
 from clusterjob.node.logs.job_dir import EVENTS, moved_events
 from clusterjob.node.options import LaunchOptions, Retry, parse
 from clusterjob.node.program import Program
-from clusterjob.node.rendezvous import outcome, policy
-from clusterjob.node.rendezvous.outcome import Outcome
-from clusterjob.node.rendezvous.policy import Decision
+from clusterjob.node.rendezvous import policy
+from clusterjob.node.rendezvous.policy import Restart
 from clusterjob.node.verdict import Failure, FailureKind, JobState, RoundEnd, Verdict, bounded
 
 MACHINE = ("device", "disk", "network", "node_lost", "launch")
@@ -26,8 +25,12 @@ FAILURE = Failure(
 )
 
 
-def failed(kind: FailureKind) -> Outcome:
-    return outcome.failed(replace(FAILURE, kind=kind, where="t.py:3"))
+def failed(kind: FailureKind) -> Verdict:
+    return Verdict.of_failure(replace(FAILURE, kind=kind, where="t.py:3"))
+
+
+SUCCESS = Verdict(JobState.SUCCEEDED, 0)
+OUT_OF_TIME = Verdict(JobState.FAILED, 124, reason="the time limit of 3 s was reached")
 
 
 class Restarts:
@@ -49,12 +52,11 @@ class Restarts:
         )
         self.nnodes, self.rounds = free + 1, list(earlier)
 
-    def after(self, kind: FailureKind, message: str = "boom", **more: Any) -> Decision:
+    def after(self, kind: FailureKind, message: str = "boom", **more: Any) -> Restart:
         failure = replace(FAILURE, kind=kind, message=message, **more)
         decision = policy.decide(failure, self.options, self.rounds, 0, self.nnodes)
-        if decision.retry or decision.more_memory:
-            end = outcome.failed(failure)
-            self.rounds.append(outcome.round_end(end, 0, len(self.rounds), started_at="t0"))
+        if decision.retry:
+            self.rounds.append(RoundEnd.of(Verdict.of_failure(failure), 0, len(self.rounds)))
         return decision
 
     def retried(self, times: int, kind: FailureKind, **more: Any) -> list[bool]:
@@ -74,10 +76,10 @@ def round_end(kind: str, attempt: int = 0, restart: int = 0, **more: Any) -> Rou
 def test_each_kind_is_restarted_once_with_max_restarts_1_unless_it_would_repeat(
     kind: FailureKind,
 ) -> None:
-    assert Restarts(0).after(kind) == Decision()
+    assert Restarts(0).after(kind) == Restart()
     why = policy.RULES[kind].why
     assert bool(why) == (kind.value in ("import", "oom_host", "oom_device"))
-    expected = Decision(why=why) if why else Decision(retry=True, avoid=kind.value in MACHINE)
+    expected = Restart(why=why) if why else Restart(retry=True, avoid=kind.value in MACHINE)
     own = Restarts(1)
     assert own.after(kind) == expected
     assert own.after(kind).retry is False
@@ -103,7 +105,7 @@ def test_same_launch_error_of_a_second_node_ends_a_job_with_spares() -> None:
     own = Restarts(0, free=3)
     assert own.after(FailureKind.LAUNCH, node_rank=1).retry
     why = "the same error in two attempts: it would fail again"
-    assert own.after(FailureKind.LAUNCH, node_rank=2) == Decision(why=why)
+    assert own.after(FailureKind.LAUNCH, node_rank=2) == Restart(why=why)
 
 
 @pytest.mark.parametrize(
@@ -117,7 +119,7 @@ def test_restarts_of_machines_are_as_many_as_the_job_can_lose(
 
 
 def test_host_is_not_avoided_for_failure_that_only_names_a_lost_peer() -> None:
-    assert Restarts(1).after(FailureKind.NETWORK, effect=True) == Decision(retry=True)
+    assert Restarts(1).after(FailureKind.NETWORK, effect=True) == Restart(retry=True)
 
 
 def test_same_error_at_same_line_in_two_rounds_is_not_retried() -> None:
@@ -126,7 +128,7 @@ def test_same_error_at_same_line_in_two_rounds_is_not_retried() -> None:
     assert own.after(FailureKind.CODE, "ValueError: 7 at 0xAF", **where).retry
     again = own.after(FailureKind.CODE, "ValueError: 8 at 0x1 (exited with code 1)", **where)
     why = "the same error at train.py:12 in two attempts: it would fail again"
-    assert again == Decision(why=why)
+    assert again == Restart(why=why)
 
 
 @pytest.mark.parametrize(
@@ -174,27 +176,10 @@ def test_same_error_in_earlier_attempt_of_job_is_not_retried() -> None:
     assert not Restarts(5, earlier=earlier).after(FailureKind.CODE, **error).retry
 
 
-@pytest.mark.parametrize(
-    ("kind", "retried", "more"),
-    [
-        ("code", False, {"message": "SyntaxError: invalid syntax (train.py, line 3)"}),
-        ("code", False, {"message": "IndentationError: unexpected indent (train.py, line 3)"}),
-        ("exit_code", False, {"exit_code": 2, "last_lines": ("usage: t.py [-h]", "error: no")}),
-        ("exit_code", False, {"exit_code": 2, "last_lines": ("Usage: t.py [OPTIONS]", "Error")}),
-        ("exit_code", True, {"exit_code": 3, "last_lines": ("usage: t.py [-h]",)}),
-        ("exit_code", True, {"exit_code": 2, "last_lines": ("the usage is 80 %",)}),
-    ],
-)
-def test_certain_bug_is_not_retried_at_once(kind: str, retried: bool, more: dict[str, Any]) -> None:
-    decision = Restarts(3).after(FailureKind(kind), **more)
-    assert decision.retry is retried
-    assert decision.why.endswith("it would fail again") is not retried
-
-
 def test_retry_has_its_own_count_for_its_kind() -> None:
     own = Restarts(1, "device:2", "code:0", "import:1")
     assert own.most == 4
-    assert own.after(FailureKind.DEVICE) == Decision(retry=True, avoid=True)
+    assert own.after(FailureKind.DEVICE) == Restart(retry=True, avoid=True)
     assert own.retried(2, FailureKind.DEVICE) == [True, False]
     assert own.retried(1, FailureKind.CODE) == [False]
     assert own.retried(1, FailureKind.IMPORT) == [True]
@@ -208,9 +193,16 @@ def test_retry_without_number_means_max_restarts(max_restarts: int, restarts: in
 
 
 def test_count_of_retry_includes_earlier_attempts() -> None:
-    own = Restarts(0, "oom_host:2:mem*1.5", earlier=(round_end("oom_host", attempt=1),))
-    assert own.after(FailureKind.OOM_HOST) == Decision(more_memory=1.5)
-    assert own.after(FailureKind.OOM_HOST) == Decision()
+    own = Restarts(0, "oom_host:2:mem*1.5")
+    assert own.after(FailureKind.OOM_HOST) == Restart(), "the job is queued again"
+    rounds = [round_end("oom_host", attempt=number) for number in range(3)]
+    found = [
+        policy.more_memory(failed(FailureKind.OOM_HOST), own.options, rounds[:number])
+        for number in (1, 2, 3)
+    ]
+    assert found == [1.5, 1.5, 0.0]
+    assert not policy.more_memory(failed(FailureKind.SIGNAL), own.options, rounds[:1])
+    assert not policy.more_memory(SUCCESS, own.options, rounds[:1])
 
 
 @pytest.mark.parametrize(
@@ -254,9 +246,9 @@ def test_retry_travels_on_the_command_line_of_a_node() -> None:
 
 def test_round_ends_survive_the_verdict_and_the_events(tmp_path: Path) -> None:
     ends = [
-        outcome.round_end(failed(FailureKind.DEVICE), 0, 0, started_at="t0"),
-        outcome.round_end(outcome.out_of_time(3.0), 0, 1, started_at="t1"),
-        outcome.round_end(Outcome(JobState.SUCCEEDED), 0, 2, started_at="t2"),
+        RoundEnd.of(failed(FailureKind.DEVICE), 0, 0, started_at="t0"),
+        RoundEnd.of(OUT_OF_TIME, 0, 1, started_at="t1"),
+        RoundEnd.of(SUCCESS, 0, 2, started_at="t2"),
     ]
     assert [each.kind for each in ends] == ["device", "time_limit", ""]
     assert (ends[0].host, ends[0].node, ends[0].rank) == ("gpu7", 2, 1)
@@ -277,17 +269,17 @@ def test_round_ends_survive_the_verdict_and_the_events(tmp_path: Path) -> None:
     "end",
     [
         *(failed(kind) for kind in FailureKind),
-        outcome.out_of_time(3.0),
-        outcome.preempted("SIGUSR1 on gpu7: its workers left"),
-        outcome.cancelled("cancelled", interrupt=False),
-        Outcome(JobState.SUCCEEDED),
+        OUT_OF_TIME,
+        Verdict(JobState.PREEMPTED, 75, reason="SIGUSR1 on gpu7: its workers left"),
+        Verdict(JobState.CANCELLED, 143, reason="cancelled"),
+        SUCCESS,
     ],
 )
-def test_recorded_round_is_read_as_the_outcome_that_it_had(end: Outcome) -> None:
-    recorded = outcome.round_end(end, 0, 1, started_at="t0")
-    found = outcome.of_round(recorded)
+def test_recorded_round_is_read_as_the_end_that_it_had(end: Verdict) -> None:
+    recorded = RoundEnd.of(end, 0, 1)
+    found = recorded.verdict()
     assert (found.state, found.exit_code) == (end.state, end.exit_code)
-    assert outcome.round_end(found, 0, 1, started_at="t0").message == recorded.message
+    assert RoundEnd.of(found, 0, 1).message == recorded.message
     kinds = [each.failure.kind if each.failure else None for each in (found, end)]
     assert kinds[0] == kinds[1]
 
@@ -307,7 +299,7 @@ def test_round_that_two_coordinators_end_counts_once(tmp_path: Path) -> None:
     for restart in range(2):
         log.add("listening")  # the agent of the coordinator was killed
         if restart:
-            lost = outcome.round_end(failed(FailureKind.NODE_LOST), 0, restart - 1, started_at="t")
+            lost = RoundEnd.of(failed(FailureKind.NODE_LOST), 0, restart - 1, started_at="t")
             log.add(events.ROUND_ENDED, **vars(lost))
         log.add("started", attempt=0, restart=restart)
     ended = events.ended_rounds(tmp_path, running=True)

@@ -11,7 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from clusterjob.errors import RendezvousError
-from clusterjob.node.coordinator import plan_round, store_address
+from clusterjob.node.contract import World
+from clusterjob.node.coordinator import store_address, with_store
 from clusterjob.node.environments.topology import PORTS as COUNT
 from clusterjob.node.environments.topology import Topology, candidate_ports
 from clusterjob.node.rendezvous.identity import JobIdentity
@@ -100,26 +101,26 @@ HELLOS = {
 JOB = JobIdentity("job", 0, b"token", [1], has_torch=True)
 
 
-def test_nodes_of_unequal_size_get_consecutive_ranks() -> None:
-    worlds, store = plan_round([2, 0, 1], HELLOS, 4, NODE_1, "127.0.0.1", job=JOB, serve_store=True)
+def round_of(*nodes: int, agent_store: bool) -> dict[int, World]:
+    return {
+        node: World(
+            4, "", 0, agent_store, node_rank=index, nnodes=len(nodes), nproc=HELLOS[node].nproc,
+            first_rank=0, world_size=6,
+        )
+        for index, node in enumerate(nodes)
+    }  # fmt: skip
+
+
+def test_all_nodes_get_the_port_of_the_store() -> None:
+    worlds = round_of(2, 0, 1, agent_store=True)
+    found, store = with_store(worlds, HELLOS, NODE_1, "127.0.0.1", job=JOB)
     assert store is not None
     with store:
         port = store.getsockname()[1]
-    assert [
-        (node, world.node_rank, world.first_rank, world.nproc) for node, world in worlds.items()
-    ] == [(2, 0, 0, 2), (0, 1, 2, 1), (1, 2, 3, 3)]
-    for world in worlds.values():
-        assert (world.restart, world.nnodes, world.world_size) == (4, 3, 6)
+    assert list(found) == [2, 0, 1]
+    for node, world in found.items():
         assert (world.master_addr, world.master_port) == ("127.0.0.1", port)
-
-
-def test_coordinator_without_workers_serves_the_store() -> None:
-    worlds, store = plan_round([0, 2], HELLOS, 0, NODE_1, "127.0.0.1", job=JOB, serve_store=True)
-    assert store is not None
-    store.close()
-    assert list(worlds) == [0, 2, 1]
-    assert (worlds[1].nproc, worlds[1].nnodes, worlds[1].world_size) == (0, 2, 3)
-    assert replace(worlds[1], node_rank=1, first_rank=1, nproc=2) == worlds[2]
+        assert replace(world, master_addr="", master_port=0, tasks_per_node="") == worlds[node]
 
 
 @pytest.mark.parametrize(
@@ -128,7 +129,8 @@ def test_coordinator_without_workers_serves_the_store() -> None:
 def test_store_that_rank_0_serves_is_on_its_node_at_a_port_that_is_not_ephemeral(
     nodes: list[int], address: str
 ) -> None:
-    worlds, store = plan_round(nodes, HELLOS, 0, NODE_1, "127.0.0.1", job=JOB, serve_store=False)
+    given_ = round_of(*nodes, agent_store=False)
+    worlds, store = with_store(given_, HELLOS, NODE_1, "127.0.0.1", job=JOB)
     assert store is None
     assert sorted(worlds) == sorted(nodes)
     assert {world.master_addr for world in worlds.values()} == {address}

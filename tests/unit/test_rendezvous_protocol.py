@@ -509,12 +509,11 @@ async def test_unknown_message_of_agent_is_refused_by_name(
 
 
 @connected
-async def test_first_message_other_than_hello_is_refused(
+async def test_first_message_other_than_hello_ends_the_connection(
     agent: Streams, coordinator: Streams
 ) -> None:
     accepting = asyncio.create_task(protocol.accept(*coordinator, TOKEN, "job-1"))
     channel = await protocol.authenticate_to_coordinator(*agent, TOKEN, "job-1")
     channel.send(NodeState(3))
-    assert await channel.receive() == messages.Refused("its first message is not Hello")
-    with pytest.raises(RefusedError, match="not Hello"):
+    with pytest.raises(UnauthenticatedError, match="no Hello"):
         await accepting

@@ -153,9 +153,9 @@ def test_search_for_newer_file_is_bounded(tmp_path: Path, monkeypatch: pytest.Mo
     (tmp_path / "loop").symlink_to(tmp_path)
     for number in range(10):
         (tmp_path / f"{number}").touch()
-    assert newest(tmp_path)[1]
+    assert newest(tmp_path)
     monkeypatch.setattr(policy, "_MAX_FILES", 5)
-    assert not newest(tmp_path)[1]
+    assert newest(tmp_path) is None
 
 
 def test_search_that_hangs_counts_as_progress(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -163,10 +163,9 @@ def test_search_that_hangs_counts_as_progress(job: Job, monkeypatch: pytest.Monk
     monkeypatch.setattr(policy, "_WALK_TIMEOUT", 0.05)
     real = policy.newest
 
-    def slow(directory: Path, newer_than: int | None = None) -> tuple[int, bool]:
-        if newer_than is not None:
-            time.sleep(0.5)
-        return real(directory, newer_than)
+    def slow(directory: Path) -> int | None:
+        time.sleep(0.5)
+        return real(directory)
 
     monkeypatch.setattr(policy, "newest", slow)
     assert all(job.end(STOPPED).state is JobState.PREEMPTED for _ in range(3))

@@ -169,7 +169,6 @@ class Agent:
         elif earlier := succession.from_disk(self._node.directory, attempt, why=why):
             # Another node may have become the coordinator meanwhile.
             self._earlier = earlier
-            self._parent.keep(successors=list(earlier.state.addresses))
             verdict = await self._join(lost, _LOOK_SECONDS)
         else:
             await self._coordinate(None)
@@ -289,7 +288,7 @@ class Agent:
 
     def _note_succession(self, message: Succession) -> None:
         """Record which nodes may take the coordinator's place, and that this node knows it."""
-        nodes, seen = [each.node for each in message.successors], message.rounds_seen
+        nodes, seen = [node for node, _ in message.successors], message.rounds_seen
         self._earlier = None
         if message.state is not None and self._node_rank in nodes:
             self._position = nodes.index(self._node_rank)
@@ -300,7 +299,8 @@ class Agent:
                 moved=message.state.node != self._node_rank,
                 received_at=time.monotonic(),
             )
-        self._parent.keep(successors=[each.address for each in message.successors], rounds=seen)
+        addresses = [address for _, address in message.successors]
+        self._parent.keep(successors=addresses, rounds=seen)
         if seen != self._report.state.seen:
             self._deadline, self._alone = None, 0  # the search was successful
             self._hello = replace(self._hello, rounds=seen)

@@ -27,7 +27,16 @@ from clusterjob.node.rendezvous.identity import NodeJob
 from clusterjob.node.stacks.collect import collect
 from clusterjob.node.stacks.grouping import RankStack
 from clusterjob.node.stacks.progress import Progress
-from clusterjob.node.states import Failing, Missing, NodeState, Order, OrderWithStore, Probed, Stop
+from clusterjob.node.states import (
+    Failing,
+    Missing,
+    NodeState,
+    Order,
+    OrderWithStore,
+    Probe,
+    Probed,
+    Stop,
+)
 from clusterjob.node.system import crashes, devices, files, processes
 from clusterjob.node.system.codec import plain
 from clusterjob.node.verdict import Failure, FailureKind
@@ -162,10 +171,10 @@ class StateReport:
             self.set(step=max(step, self.state.step))
 
 
-def answer_to(number: int, lines: Iterable[str], failures: Sequence[Failure]) -> Probed:
+def answer_to(probe: Probe, lines: Iterable[str], failures: Sequence[Failure]) -> Probed:
     """Return the answer to a question about missing ranks, cut to what a message can take."""
     cut = tuple(line[:_LINE] for line in lines)
-    return Probed(number, cut, tuple(_fitting(failures, _ANSWER_BYTES)))
+    return Probed(probe, cut, tuple(_fitting(failures, _ANSWER_BYTES)))
 
 
 def _fitting(failures: Sequence[Failure], most_bytes: int) -> list[Failure]:
@@ -320,11 +329,10 @@ class NodeWorkers:
         """
         if self._status is None:
             return
-        if order.found is not None and order.found != done.found:
-            known = done.found.lines if done.found is not None else ()
-            lines = tuple(line for line in order.found.lines if line not in known)
-            stderr = self.failures.stderr_of(self._status.world, order.found.local_rank)
-            files.later(log_files.append, stderr, lines)
+        new = tuple(line for line in order.found if line not in done.found)
+        if new and (missing := self.report.state.missing) is not None:
+            stderr = self.failures.stderr_of(self._status.world, missing.local_rank)
+            files.later(log_files.append, stderr, new)
         if order.report and not done.report:
             # The forkserver reports the end of every worker first.
             if self.forkserver.ready and not self.forkserver.gone:
@@ -339,11 +347,12 @@ class NodeWorkers:
             stacks: list[RankStack] = await _in_thread([], self._stacks)
             lines, failures = status.describe(order.probe, stacks)
             if not order.probe.note:
-                found["probed"] = answer_to(order.probe.number, lines, failures)
+                found["probed"] = answer_to(order.probe, lines, failures)
         if order.sample not in (0, done.sample):
             # Without a sample, nothing shows that the workers stand still.
-            moved = await _in_thread(True, self._progress.sample, self._stacks, first=order.first)
-            found |= {"sampled": order.sample, "moved": moved}
+            if await _in_thread(True, self._progress.sample, self._stacks):
+                self.report.note_alive(time.monotonic())
+            found["sampled"] = order.sample
         if order.collect and not done.collect:
             stacks = await _in_thread([], self._stacks)
             for stack in stacks:
@@ -351,8 +360,7 @@ class NodeWorkers:
             ranks, seconds = [each.rank for each in stacks], _DUMP_SECONDS if order.dumps else 0.0
             request = self.flight_recorder.request
             dumps: tuple[str, ...] = await _in_thread((), request, order.round, ranks, seconds)
-            self._send(messages.StacksCollected(order.round, dumps))
-            found["collected"] = True
+            found |= {"collected": True, "dumps": dumps}
         if found and self.report.state.round == order.round:
             self.report.set(**found)
 
@@ -508,10 +516,14 @@ class NodeWorkers:
         local_rank, status = message.local_rank, self._status
         if status is None or self._ranks.get(local_rank, Phase.ENDED) in _OVER:
             return
-        self._importing.discard(local_rank)
         if message.phase == Phase.IMPORT:
             self._importing.add(local_rank)
-        elif message.phase in _FROM_WORKER:
+            return
+        self._importing.discard(local_rank)
+        missing = self.report.state.missing
+        if missing is not None and missing.local_rank == local_rank:
+            self.report.set(missing=None)  # it does not wait for those ranks any more
+        if message.phase in _FROM_WORKER:
             phase = Phase(message.phase)
             # A rank may form more groups.
             self._formed[local_rank] = phase is Phase.RUNNING or self._formed.get(local_rank, False)

@@ -20,9 +20,8 @@ from typing import Any
 from clusterjob.errors import RendezvousError
 from clusterjob.node.contract import TOKEN
 from clusterjob.node.logs.events import EventLog
-from clusterjob.node.options import LaunchOptions
 from clusterjob.node.rendezvous import messages, protocol
-from clusterjob.node.rendezvous.identity import JobIdentity
+from clusterjob.node.rendezvous.identity import NodeJob
 from clusterjob.node.rendezvous.protocol import Channel
 from clusterjob.node.states import Order
 from clusterjob.node.system import network
@@ -30,7 +29,6 @@ from clusterjob.node.system.codec import MalformedMessageError
 from clusterjob.node.system.sanitize import sanitize
 from clusterjob.node.verdict import Failure
 
-_TOO_MANY = "too many unauthenticated connections"
 MAX_WAITING = 128  # unauthenticated connections, besides one for each agent that has not joined
 _BACKLOG = 4096  # connections
 # The part of those that may be unauthenticated which is accepted in one turn of the event loop. A
@@ -107,8 +105,7 @@ class Stalls:
 
 
 _CLOSE_SECONDS = 1.0  # seconds for the other agents to close their connections
-# Rejected connections that get an event each; later ones are counted. A port scan must not fill the
-# disk.
+# Rejected connections that get an event each: a port scan must not fill the disk.
 _MAX_REJECTED = 20
 _RESOLVE_INTERVAL = 1.0  # seconds between two lookups of the names of all nodes
 
@@ -142,10 +139,7 @@ class Membership:
     """The agents of a job that have joined.
 
     Args:
-        nnodes: the number of agents that may join.
-        own: the node of the coordinator.
-        options: the heartbeat interval and the lease, in seconds.
-        job: the job's identity and secret.
+        node: the job, as the coordinator's node sees it.
         events: records who joined, and which connections were rejected.
 
     Attributes:
@@ -153,24 +147,20 @@ class Membership:
             another one joins for its node.
         inbox: (peer, message) in order of arrival: `Hello` first, `ConnectionLost` when an agent is
             gone.
-        refusals: agents of this job that may not join, such as a second one with the same
-            node_rank.
+        refusal: the first agent of this job that may not join, such as a second one with the same
+            node_rank, as a failure.
         stalls: the times for which this process itself did not run.
     """
 
-    def __init__(
-        self, nnodes: int, own: int, options: LaunchOptions, job: JobIdentity, events: EventLog
-    ) -> None:
+    def __init__(self, node: NodeJob, events: EventLog) -> None:
         self.peers: dict[int, Peer] = {}
         self.inbox: asyncio.Queue[tuple[Peer, Any]] = asyncio.Queue()
-        self.refusals: list[Failure] = []
-        self._nnodes = nnodes
-        self._own = own
-        self._options = options
-        self._job = job
+        self.refusal: Failure | None = None
+        self._nnodes = node.topology.nnodes
+        self._node = node
+        self._job = node.identity
         self._events = events
-        self.stalls = Stalls(options.heartbeat)
-        self._server: asyncio.Server | None = None
+        self.stalls = Stalls(node.options.heartbeat)
         self._serving: set[asyncio.Task[Any]] = set()
         # The addresses of unauthenticated peers, oldest first.
         self._waiting: dict[asyncio.Task[Any], str] = {}
@@ -205,19 +195,14 @@ class Membership:
 
     async def close(self) -> None:
         """Stop accepting, wait up to 1 s for agents to read the verdict, close all connections."""
-        for task in self.tasks:
+        for task in (*self.tasks, *self._waiting):
             task.cancel()
-        if self._rejected > _MAX_REJECTED:
-            self._events.add("unauthenticated", more=self._rejected - _MAX_REJECTED)
-        if self._server is not None:
-            self._server.close()
-        for task in self._waiting:
+        self._server.close()
+        if self._serving:
+            await asyncio.wait(self._serving, timeout=_CLOSE_SECONDS)
+        for task in self._serving:
             task.cancel()
-        for timeout in (_CLOSE_SECONDS, None):
-            if self._serving:
-                await asyncio.wait(self._serving, timeout=timeout)
-            for task in self._serving:
-                task.cancel()
+        await asyncio.gather(*self._serving, return_exceptions=True)
 
     def _max_waiting(self) -> int:
         """Return how many connections may be unauthenticated now."""
@@ -283,8 +268,8 @@ class Membership:
                     f" by {first.hello.host} (pid {first.hello.pid}) and by {host} (pid {pid})"
                 )
         if problem:
-            if len(self.refusals) < _MAX_REJECTED:
-                self.refusals.append(Failure.of_node(node_rank, host, message=problem))
+            refusal = Failure.of_node(node_rank, host, message=problem)
+            self.refusal = self.refusal or refusal
             raise protocol.RefusedError(problem)
         peer = self.peers[node_rank] = Peer(hello, send, heard_at=time.monotonic())
         if len(self.peers) == self._nnodes:
@@ -292,15 +277,6 @@ class Membership:
         self._events.add("joined", node_rank=node_rank, host=host, pid=pid, nproc=hello.nproc)
         self.inbox.put_nowait((peer, hello))
         return peer
-
-    async def next_message(self, timeout: float) -> tuple[Peer, Any] | None:
-        """Return the next message and its sender; None after `timeout` seconds."""
-        if not self.inbox.empty():
-            return self.inbox.get_nowait()
-        try:
-            return await asyncio.wait_for(self.inbox.get(), max(0.0, timeout))
-        except asyncio.TimeoutError:
-            return None
 
     def receive(self, peer: Peer, message: Any) -> None:
         """Put a message of an agent that has joined into the inbox."""
@@ -332,7 +308,8 @@ class Membership:
         try:
             if len(self._waiting) > self._max_waiting():
                 oldest = next(iter(self._waiting))
-                self._note_rejected(self._waiting.pop(oldest), _TOO_MANY)
+                why = "too many unauthenticated connections"
+                self._note_rejected(self._waiting.pop(oldest), why)
                 oldest.cancel()
             peer, channel = await self._admit(reader, writer)
             self._waiting.pop(task, None)
@@ -388,17 +365,18 @@ class Membership:
         await channel.close()
 
     async def _send_heartbeats(self) -> None:
-        heartbeat = messages.Heartbeat()
+        heartbeat, options = messages.Heartbeat(), self._node.options
+        own = self._node.topology.node_rank
         while True:
-            await asyncio.sleep(self._options.heartbeat)
+            await asyncio.sleep(options.heartbeat)
             if stalled := self.stalls.tick():
-                self._events.add("stalled", node_rank=self._own, seconds=round(stalled, 1))
+                self._events.add("stalled", node_rank=own, seconds=round(stalled, 1))
             moment = time.monotonic()
             for node_rank, peer in self.peers.items():
                 peer.send(heartbeat)
                 if stalled:
                     peer.heard_at = moment  # this process could not receive meanwhile
                 silence = moment - peer.heard_at
-                if silence > self._options.lease and not peer.lost and node_rank != self._own:
+                if silence > options.lease and not peer.lost and node_rank != own:
                     lost = messages.ConnectionLost(f"no message for {silence:.0f} s")
                     self.inbox.put_nowait((peer, lost))

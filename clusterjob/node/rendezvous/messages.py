@@ -87,18 +87,6 @@ class StackFound:
     stack: RankStack
 
 
-@dataclass(frozen=True)
-class StacksCollected:
-    """The end of the answer to `Order.collect`.
-
-    Attributes:
-        dumps: the dumps of torch's flight recorder, relative to the job directory.
-    """
-
-    restart: Number
-    dumps: Annotated[tuple[Text, ...], Limit(MAX_WORKERS)] = ()
-
-
 # -- from the coordinator ------------------------------------------------------------------------
 
 
@@ -136,7 +124,6 @@ class Lasting:
         first_started: when the first workers were started, RFC 3339.
         deadline: when the job must end, by the monotonic clock; infinity without a limit. In a
             message, the seconds that were left when it was made.
-        limit_runs: whether the workers of a round have all run, from when the limit counts.
     """
 
     round: Annotated[int, Limit((1 << 24) - 1, minimum=-1)] = -1
@@ -146,7 +133,6 @@ class Lasting:
     rounds: Annotated[tuple[RoundEnd, ...], Limit(256)] = ()
     first_started: Text | None = None
     deadline: float = math.inf
-    limit_runs: bool = False
 
 
 @dataclass(frozen=True)
@@ -159,10 +145,8 @@ class CoordinatorState:
         node, host: the coordinator's node.
         moves: how often the coordinator has moved to another node.
         process: the first process of the coordinator's node; see `processes.identity`.
-        addresses: where the next coordinator may listen.
         clock: the time of the state, by the clock of the job's events.
         made_at: the time of the state, by the monotonic clock of the machine.
-        boot_id: the boot of the machine, to which `made_at` belongs.
     """
 
     attempt: Number
@@ -171,18 +155,8 @@ class CoordinatorState:
     host: Text
     moves: Number
     process: Text
-    addresses: Annotated[tuple[Text, ...], Limit(MAX_SUCCESSORS)]
     clock: float
     made_at: float
-    boot_id: Text
-
-
-@dataclass(frozen=True)
-class Successor:
-    """A node that may become the coordinator."""
-
-    node: Number
-    address: Text
 
 
 @dataclass(frozen=True)
@@ -190,11 +164,12 @@ class Succession:
     """The nodes that may become the coordinator, in the order of their turns.
 
     Attributes:
+        successors: each with its address.
         rounds_seen: the number of the round, plus 1.
         state: the coordinator's state; None for an agent that is no successor.
     """
 
-    successors: Annotated[tuple[Successor, ...], Limit(MAX_SUCCESSORS)]
+    successors: Annotated[tuple[tuple[Number, Text], ...], Limit(MAX_SUCCESSORS)]
     rounds_seen: Number
     state: CoordinatorState | None = None
 
@@ -235,7 +210,6 @@ FROM_AGENT = Codec(
     CoordinatorLost,
     RankWaits,
     StackFound,
-    StacksCollected,
 )
 FROM_COORDINATOR = Codec(
     Order,
@@ -255,19 +229,14 @@ def check_sender(message: object, node_rank: int) -> None:
         node_rank: the agent's node.
 
     Raises:
-        MalformedMessageError: a failure or a stack belongs to another node, or to an impossible
-            worker.
+        MalformedMessageError: a failure or a stack belongs to another node.
     """
     failures: list[Failure] = []
     if isinstance(message, StackFound) and message.stack.node_rank != node_rank:
         raise MalformedMessageError(f"a stack of node {message.stack.node_rank}")
     if isinstance(message, NodeState):
         failures = [each.failure for each in (*message.failing, *message.exits)]
-        if any(each.failure.rank is None for each in message.exits):
-            raise MalformedMessageError("an early exit without a rank")
         failures += message.probed.failures if message.probed is not None else ()
     for failure in failures:
         if failure.node_rank != node_rank:
             raise MalformedMessageError(f"a failure of node {failure.node_rank}")
-        if (failure.rank is None) != (failure.local_rank is None):
-            raise MalformedMessageError("a failure with only one of rank and local rank")

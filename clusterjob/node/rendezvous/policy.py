@@ -57,16 +57,12 @@ class Rule:
 _AGAIN = "it would fail again"
 
 
-def _never(why: str) -> Rule:
-    return Rule(requeue=False, why=why)
-
-
 # docs/reference.md shows this table; a test compares them.
 RULES: dict[FailureKind, Rule] = {
     FailureKind.CODE: Rule(once=True, requeue=False),
-    FailureKind.IMPORT: _never(f"a module cannot be imported: {_AGAIN}"),
-    FailureKind.OOM_HOST: _never("the memory is too small for this job"),
-    FailureKind.OOM_DEVICE: _never("the GPU's memory is too small for this job"),
+    FailureKind.IMPORT: Rule(requeue=False, why=f"a module cannot be imported: {_AGAIN}"),
+    FailureKind.OOM_HOST: Rule(requeue=False, why="the memory is too small for this job"),
+    FailureKind.OOM_DEVICE: Rule(requeue=False, why="the GPU's memory is too small for this job"),
     FailureKind.DEVICE: Rule(avoid=True),
     FailureKind.DISK: Rule(avoid=True, pause=True),
     FailureKind.NETWORK: Rule(avoid=True),
@@ -83,15 +79,12 @@ RULES: dict[FailureKind, Rule] = {
 }
 
 _LONGEST_PAUSE = 60.0  # seconds
-_SYNTAX = re.compile(r"(?:SyntaxError|IndentationError|TabError)\b")
-_WRONG_ARGUMENTS = 2  # the exit code of argparse and click
-_USAGE = re.compile(r"usage: ", re.IGNORECASE)
 _END = re.compile(r" \((?:exited with code \d+|killed by SIG\w+)\)")
 _NUMBERS = re.compile(r"0x[0-9a-f]+|\d+", re.IGNORECASE)  # addresses, steps, ranks, pids
 
 
 @dataclass(frozen=True)
-class Decision:
+class Restart:
     """What follows the end of a round.
 
     Attributes:
@@ -99,15 +92,12 @@ class Decision:
         avoid: whether the next round must leave out the node of the root cause.
         why: why there is no restart although some are left; empty if that is obvious.
         pause: seconds to wait before the next round.
-        more_memory: the factor of memory with which the scheduler must queue the job again; 0.0
-            if it must not.
     """
 
     retry: bool = False
     avoid: bool = False
     why: str = ""
     pause: float = 0.0
-    more_memory: float = 0.0
 
 
 def decide(
@@ -116,7 +106,7 @@ def decide(
     earlier: Sequence[RoundEnd],
     attempt: int,
     nnodes: int,
-) -> Decision:
+) -> Restart:
     """Decide what follows a failure.
 
     Args:
@@ -133,8 +123,7 @@ def decide(
     if kind in retries:
         limit = _limit(retries[kind], options)
         again, why = sum(each.kind == kind for each in earlier) < limit, ""
-        if again and retries[kind].memory:
-            return Decision(more_memory=retries[kind].memory)
+        again = again and not retries[kind].memory  # else the job is queued again
     else:
         # Of the failures of machines, the first ones are free.
         counted = [each for each in here if each not in retries]
@@ -144,12 +133,26 @@ def decide(
         again = used < options.max_restarts or (rule.avoid and machines < free)
         why = _why_not(failure, rule, earlier) if again else ""
     if why or not again:
-        return Decision(why=why)
+        return Restart(why=why)
     # A full disk would soon use all restarts.
     row = len(list(itertools.takewhile(lambda each: RULES[each].pause, [kind, *reversed(here)])))
     pause = min(2.0 ** (row - 2), _LONGEST_PAUSE) if row > 1 else 0.0
     # A failure that only names a lost peer does not show whose node is at fault.
-    return Decision(retry=True, avoid=rule.avoid and not failure.effect, pause=pause)
+    return Restart(retry=True, avoid=rule.avoid and not failure.effect, pause=pause)
+
+
+def more_memory(verdict: Verdict, options: LaunchOptions, rounds: Sequence[RoundEnd]) -> float:
+    """Return the factor of memory with which the job must be queued again; 0.0 if it must not.
+
+    Args:
+        verdict: the verdict of this attempt.
+        options: --retry, whose counts hold for the whole job.
+        rounds: the rounds of all attempts, the last one included.
+    """
+    retry = _retries(options).get(verdict.failure.kind) if verdict.failure is not None else None
+    if retry is None or sum(each.kind == retry.kind for each in rounds) > _limit(retry, options):
+        return 0.0
+    return retry.memory
 
 
 def most_restarts(options: LaunchOptions, nnodes: int) -> int:
@@ -170,14 +173,6 @@ def _why_not(failure: Failure, rule: Rule, earlier: Sequence[RoundEnd]) -> str:
     """Return why the same failure would follow a restart; empty if it is not proven."""
     if rule.why:
         return rule.why
-    if failure.kind is FailureKind.CODE and _SYNTAX.match(failure.message):
-        return f"{failure.message.partition(':')[0]}: {_AGAIN}"
-    if (
-        failure.kind is FailureKind.EXIT_CODE
-        and failure.exit_code == _WRONG_ARGUMENTS
-        and any(map(_USAGE.match, failure.last_lines))
-    ):
-        return f"its arguments are wrong: {_AGAIN}"
     # Without a rank, it is the loss of a forkserver or a store, which any node may suffer.
     unstartable = failure.kind is FailureKind.LAUNCH and failure.rank is not None
     if rule.once and (failure.where or unstartable) and error_of(failure) in map(error_of, earlier):
@@ -207,8 +202,8 @@ def begin_attempt(options: LaunchOptions, job_dir: Path, attempt: int) -> thread
         known = _progress(job_dir)
         if not options.until_done or known.get("attempt") == attempt:  # on another node
             return
-        found = newest(Path(options.checkpoint_dir))[0] if options.checkpoint_dir else 0
-        _write_progress(job_dir, known | {"attempt": attempt, "newest": found})
+        found = newest(Path(options.checkpoint_dir)) if options.checkpoint_dir else None
+        _write_progress(job_dir, known | {"attempt": attempt, "newest": found or 0})
         ends.note_started(job_dir, attempt)
 
     return _in_thread(begin)
@@ -267,14 +262,10 @@ def end_attempt(
 
 def _is_newer(directory: Path, before: int) -> bool:
     """Return whether a file has changed since then; True if that cannot be found out in time."""
-    found: list[bool] = []
-
-    def look() -> None:
-        latest, complete = newest(directory, newer_than=before)
-        found.append(latest > before or not complete)
-
-    _in_thread(look).join(_WALK_TIMEOUT)
-    return not found or found[0]
+    found: list[int | None] = []
+    _in_thread(lambda: found.append(newest(directory))).join(_WALK_TIMEOUT)
+    latest = found[0] if found else None
+    return latest is None or latest > before
 
 
 def _progress(job_dir: Path) -> dict[str, Any]:
@@ -289,26 +280,23 @@ def _write_progress(job_dir: Path, data: dict[str, Any]) -> None:
         files.write_json(ends.directory(job_dir) / "progress.json", data)
 
 
-def newest(directory: Path, newer_than: int | None = None) -> tuple[int, bool]:
-    """Return the latest change of a file below a directory, and whether all were looked at.
+def newest(directory: Path) -> int | None:
+    """Return the latest change of a file below a directory; None if there are too many files.
 
     Args:
         directory: the directory; links in it are not followed.
-        newer_than: nanoseconds since the epoch; end the search at the first file that is newer.
     """
     latest = looked_at = 0
     for root, _, names in os.walk(directory):
         for name in names:
             looked_at += 1
             if looked_at > _MAX_FILES:
-                return latest, False
+                return None
             if _NO_CHECKPOINT.search(name):
                 continue
             with contextlib.suppress(OSError):  # removed meanwhile
                 latest = max(latest, os.lstat(os.path.join(root, name)).st_mtime_ns)
-            if newer_than is not None and latest > newer_than:
-                return latest, True
-    return latest, True
+    return latest
 
 
 def _may_continue(verdict: Verdict, *, signalled: bool) -> bool:

@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 
 from clusterjob.errors import RendezvousError
 from clusterjob.node.rendezvous import messages
-from clusterjob.node.system.codec import Codec, MalformedMessageError
+from clusterjob.node.system.codec import Codec
 from clusterjob.node.system.sanitize import sanitize
 
 _T = TypeVar("_T")
@@ -198,7 +198,7 @@ async def accept(
 
     Raises:
         UnauthenticatedError: the peer does not prove the token, or belongs to another job.
-        RefusedError: it proved the token, but its first message is not `Hello`; `Refused` was sent.
+        MalformedMessageError: its first message has a wrong field.
         OSError, asyncio.TimeoutError: the connection broke, or no message came in time.
     """
 
@@ -217,19 +217,11 @@ async def accept(
             send_key=_sign(session, b"from coordinator"),
             receive_key=_sign(session, b"to coordinator"),
         )
-        try:
-            return channel, await channel.receive()
-        except MalformedMessageError as error:
-            return channel, error  # refused below, as a message that is not Hello
+        return channel, await channel.receive()
 
     channel, hello = await answer_of(exchange(), HANDSHAKE_SECONDS)
-    if hello is None:
-        raise UnauthenticatedError("it closed the connection")
     if not isinstance(hello, messages.Hello):
-        wrong = isinstance(hello, MalformedMessageError)
-        why = str(hello) if wrong else "its first message is not Hello"
-        await refuse(channel, why)
-        raise RefusedError(why)
+        raise UnauthenticatedError("it has sent no Hello")
     return channel, hello
 
 

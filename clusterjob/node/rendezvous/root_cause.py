@@ -9,12 +9,14 @@ ignored.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from clusterjob.node.logs import failure_texts
+from clusterjob.node.stacks import grouping
+from clusterjob.node.stacks.grouping import STOPPED, Group, RankStack
 from clusterjob.node.system.ranges import ranks_text
-from clusterjob.node.verdict import Failure, FailureKind
+from clusterjob.node.verdict import STACK_TITLE, Failure, FailureKind, Verdict
 
 # Seconds for which the coordinator waits for the root cause when a failure only names a lost peer.
 EFFECT_TIMEOUT = 0.3
@@ -25,7 +27,7 @@ EXIT_TIMEOUT = 5.0
 # this many seconds after the failures that it causes.
 _LATE_EXIT_SECONDS = 2.0
 
-_UNNAMED = "in a collective"
+_SHOWN_FRAMES = 19  # of the rank that a verdict about a hang names
 
 Key = tuple[int, "int | None"]  # node_rank, local_rank
 
@@ -134,22 +136,70 @@ def _as_cause(exits: Sequence[Failure], seconds: float, effects: Sequence[Failur
     """
     before = f"{seconds:.1f} s before" if seconds >= 0.05 else "at that moment"
     also = f", as {_named(exits[1:])} did" if exits[1:] else ""
-    calls: dict[str, list[Failure]] = {}
-    for effect in effects:
-        name = failure_texts.collective(effect.last_lines)
-        calls.setdefault(f"in {name}" if name else _UNNAMED, []).append(effect)
-    if len(calls) > 1:  # the traceback of a rank that was stopped may be incomplete
-        calls.pop(_UNNAMED, None)
-    clauses = [
-        f"{_named(ranks)} {'was' if len(ranks) == 1 else 'were'} {call}"
-        for call, ranks in calls.items()
-    ]
-    return replace(
-        exits[0],
-        kind=FailureKind.EARLY_EXIT,
-        message=f"ended with exit code 0 {before}{also}; {', '.join(clauses)}",
-    )
+    calls = {effect: failure_texts.collective(effect.last_lines) for effect in effects}
+    # The traceback of a rank that was stopped may be incomplete.
+    known = [effect for effect, call in calls.items() if call] or effects
+    where = ", ".join(sorted({calls[effect] or "a collective" for effect in known}))
+    text = f"{_named(known)} {'was' if len(known) == 1 else 'were'} in {where}"
+    message = f"ended with exit code 0 {before}{also}; {text}"
+    return replace(exits[0], kind=FailureKind.EARLY_EXIT, message=message)
 
 
 def _named(failures: Sequence[Failure]) -> str:
     return ranks_text(each.rank for each in failures if each.rank is not None)
+
+
+def of_hang(
+    end: Verdict, stacks: Sequence[RankStack], step: int, first_ranks: Mapping[int, int]
+) -> Verdict:
+    """Return the end of a round that hangs with what its ranks do, and the one that is waited for.
+
+    Args:
+        end: the end, before the stacks are known.
+        stacks: the stacks of all ranks.
+        step: the last step of a heartbeat; -1 without one.
+        first_ranks: the rank of the first worker of each node.
+    """
+    groups = grouping.group(stacks)
+    if end.failure is None or not groups:
+        return end
+    last = f"; last step {step}" if step >= 0 else ""
+    message = f"{end.failure.message}: {grouping.headline(groups)}{last}"
+    failure = replace(end.failure, message=message)
+    odd = _odd(groups)
+    if odd is None:
+        return replace(end, reason=message, failure=failure)
+    stack = next(each for each in stacks if each.rank == odd.ranks[0])
+    lines = [
+        f"{frame.function} ({grouping.place_text(frame)})"
+        for frame in grouping.without_imports(odd.frames)[:_SHOWN_FRAMES]
+    ]
+    return Verdict.of_failure(
+        replace(
+            failure,
+            rank=stack.rank,
+            local_rank=stack.rank - first_ranks[stack.node_rank],
+            node_rank=stack.node_rank,
+            host=stack.host,
+            last_lines=(STACK_TITLE, *lines) if lines else (),
+        )
+    )
+
+
+def _odd(groups: Sequence[Group]) -> Group | None:
+    """Return the group for which the others wait, the last rank that runs, or None.
+
+    It is the one that is stopped or does not answer, else the one that is not in a collective, else
+    the smallest one.
+    """
+    ordered = sorted(groups, key=_order)
+    if len(ordered) == 1:
+        return ordered[0] if len(ordered[0].ranks) == 1 else None
+    if _order(ordered[0]) == _order(ordered[1]):
+        return None
+    return ordered[0]
+
+
+def _order(each: Group) -> tuple[bool, bool, int]:
+    answers = bool(each.frames) and not each.state.startswith(STOPPED)
+    return answers, grouping.waits_for_peers(each.frames), len(each.ranks)

@@ -11,7 +11,6 @@ from __future__ import annotations
 import contextlib
 import os
 import re
-import shutil
 import subprocess
 import time
 from collections.abc import Iterable, Mapping, Set
@@ -24,12 +23,7 @@ from clusterjob.node.logs import ends, events
 from clusterjob.node.logs.job_dir import COORDINATOR
 from clusterjob.node.rendezvous.identity import NodeJob
 from clusterjob.node.rendezvous.membership import Peer
-from clusterjob.node.rendezvous.messages import (
-    MAX_SUCCESSORS,
-    CoordinatorState,
-    Members,
-    Successor,
-)
+from clusterjob.node.rendezvous.messages import MAX_SUCCESSORS, CoordinatorState, Members
 from clusterjob.node.system import files, processes
 from clusterjob.node.system.codec import Codec, MalformedMessageError
 
@@ -49,15 +43,6 @@ def remove_state(job_dir: Path) -> None:
     """Remove the state of a job that has ended."""
     with contextlib.suppress(OSError):
         (job_dir / COORDINATOR).unlink(missing_ok=True)
-
-
-def read_state(job_dir: Path, attempt: int) -> CoordinatorState | None:
-    """Return the state of this attempt; None if no round of it was started."""
-    try:
-        state = _STATE.decode(files.read_json(job_dir / COORDINATOR))
-    except (OSError, MalformedMessageError):
-        return None
-    return state if state.attempt == attempt else None
 
 
 # Platforms on which every node of the job can be reached under the address that it has.
@@ -137,19 +122,14 @@ def slurm_says_down(host: str) -> bool | None:
     return None
 
 
-def has_scontrol() -> bool:
-    """Return whether this machine can ask Slurm."""
-    return shutil.which("scontrol") is not None
-
-
 def may_move(node: NodeJob) -> bool:
     """Return whether another node can coordinate: with restarts, and without a fixed address."""
     topology, restarts = node.topology, node.options.restarts
     return restarts and topology.nnodes > 1 and topology.source in _FREE_ADDRESSES
 
 
-def successors(peers: Mapping[int, Peer], own: int) -> tuple[Successor, ...]:
-    """Return the nodes that may be the next coordinator: the others, then its own node.
+def successors(peers: Mapping[int, Peer], own: int) -> tuple[tuple[int, str], ...]:
+    """Return the nodes that may be the next coordinator: the others, then its own; with addresses.
 
     Args:
         peers: the agents, by the number of their node.
@@ -158,7 +138,7 @@ def successors(peers: Mapping[int, Peer], own: int) -> tuple[Successor, ...]:
     alive = [node for node, peer in peers.items() if not peer.lost and peer.hello.address]
     order = sorted(alive, key=lambda node: (node <= own, node == own, node))
     chosen = [*[node for node in order if node != own][: MAX_SUCCESSORS - 1], own]
-    return tuple(Successor(node, peers[node].hello.address) for node in chosen if node in alive)
+    return tuple((node, peers[node].hello.address) for node in chosen if node in alive)
 
 
 def from_disk(job_dir: Path, attempt: int, why: str) -> Earlier | None:
@@ -169,12 +149,15 @@ def from_disk(job_dir: Path, attempt: int, why: str) -> Earlier | None:
         attempt: the job's attempt.
         why: how that agent ended.
     """
-    state = read_state(job_dir, attempt)
-    if state is None or ends.has_result(job_dir, attempt):
+    try:
+        state = _STATE.decode(files.read_json(job_dir / COORDINATOR))
+    except (OSError, MalformedMessageError):
+        return None
+    if state.attempt != attempt or ends.has_result(job_dir, attempt):
         return None
     # The last round may have ended since the state was written.
     rounds = events.ended_rounds(job_dir, running=True)
     state = replace(state, lasting=replace(state.lasting, rounds=rounds))
-    same = state.boot_id == processes.boot_id()
-    received_at = state.made_at if same else time.monotonic()
+    same_boot = state.process.startswith(processes.boot_id())
+    received_at = state.made_at if same_boot else time.monotonic()
     return Earlier(state, why, ended=True, moved=False, received_at=received_at)

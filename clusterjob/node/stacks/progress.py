@@ -131,15 +131,12 @@ class Progress:
         self._last: dict[int, Activity] = {}  # after the last sample, which adds to the counters
         self._last_at = 0.0
 
-    def sample(self, take: Callable[[], Iterable[RankStack]], *, first: bool) -> bool:
-        """Take a sample, and return whether a rank has moved since the last one.
+    def sample(self, take: Callable[[], Iterable[RankStack]]) -> bool:
+        """Take a sample, and return whether a rank has moved since the last one, or is new.
 
         Args:
             take: returns the stacks of the living ranks.
-            first: whether earlier samples are to be forgotten.
         """
-        if first:
-            self._ranks.clear()
         now = self._read()
         seconds = time.monotonic() - self._last_at
         worked = {
@@ -151,7 +148,7 @@ class Progress:
         self._ranks = {rank: known for rank, known in self._ranks.items() if rank in found}
         self._last, self._last_at = self._read(), time.monotonic()
         # Without a rank, such as before torchrun has started its workers, nothing stands still.
-        return not first and (any(moved) or not found)
+        return any(moved) or not found
 
     def _read(self) -> dict[int, Activity]:
         return read_activity({rank.pid: rank.hidden for rank in self._ranks.values()})
