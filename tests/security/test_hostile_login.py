@@ -14,12 +14,12 @@ from sshsite import Site
 from clusterjob.backends import base
 from clusterjob.backends.slurm.login_host import Login
 from clusterjob.core import job_settings, jobs, polling
+from clusterjob.core.config import Settings
 from clusterjob.core.plans import new_id
 from clusterjob.core.records import Handle, Record, Records, home
 from clusterjob.errors import ClusterJobError
 from clusterjob.node.logs import events
 from clusterjob.node.program import Program
-from clusterjob.node.verdict import JobState
 
 # The code of a hostile host defines `command(argv)`, which returns the output of a Slurm command,
 # and `polled(request)`, which answers for the job directories.
@@ -51,26 +51,6 @@ def queue(argv, **changes):
                   submitted="1", name="train", directory="/h/jobs/JOB", comment="clusterjob:JOB")
     return separator.join([*(fields | changes).values(), ""]) + "\n"
 """
-_ENDLESS = """
-round, data = 0, b"x" * (4 << 20)
-def polled(request):
-    global round
-    round += 1
-    files = {files}
-    answer = {{"jobs": [{{"known": True, "files": files, "more": True}}]}}
-    return answer, data[:sum(file["size"] for file in files)]
-"""
-REPLACED = _ENDLESS.format(
-    files="""[{"path": "ends/node0.json", "stamp": str(round), "size": len(data)}]"""
-)
-REPLACED_LOG = _ENDLESS.format(
-    files="""[{"path": "logs/node0/rank0.out", "stamp": str(round), "size": len(data)}]"""
-)
-# Of two files, one grows and the other is reported as removed.
-GONE_LOG = _ENDLESS.format(
-    files="""[{"path": f"logs/node0/rank{round % 2}.out", "gone": True, "size": 0},
-              {"path": f"logs/node0/rank{1 - round % 2}.out", "offset": 0, "size": len(data)}]"""
-)
 
 
 @pytest.fixture
@@ -136,25 +116,6 @@ def drop_connection() -> None:
         backend.close()
 
 
-@pytest.mark.parametrize(
-    ("code", "why"),
-    [
-        (REPLACED, "it replaces result files of one job too often, more than 67.1 MB"),
-        (REPLACED_LOG, "it sends a file that was not asked for: 'logs/node0/rank0.out'"),
-        (GONE_LOG, "it sends a file that was not asked for: 'logs/node0/rank1.out'"),
-    ],
-    ids=["replaced", "replaced log", "gone log"],
-)
-def test_logs_end_when_login_host_sends_without_end(
-    site: Site, record: Record, play: Callable[[str], None], code: str, why: str
-) -> None:
-    play(code)
-    site.run("logs", record.job_id)
-    polling.collect(record)
-    status = polling.status(record)
-    assert (status.state, f"gpu1: {why}" in status.reason) == (JobState.UNKNOWN, True), status
-
-
 ESCAPES = "\\x1b]52;c;eA==\\x07\\x1b[2J\\u202e"
 RAN = "def ran(argv): return {}, {}"
 # Answers of a login host to any Slurm command.
@@ -205,31 +166,25 @@ def ran(argv):
 """
 
 
-def submit(site: Site, record: Record) -> None:
+def settings_of(site: Site, record: Record) -> Settings:
     options = [f"{key}={value}" for key, value in record.spec["options"].items()]
-    settings = job_settings.resolve(
-        {"login": "gpu1", "set": options, "python": site.python}, None, directory=site.directory
-    )
-    spec = job_settings.make_spec(
-        Program("script", site.script("")), settings, directory=site.directory
-    )
+    flags = {"login": "gpu1", "set": options, "python": site.python}
+    return job_settings.resolve(flags, None, directory=site.directory)
+
+
+def submit(site: Site, record: Record) -> None:
+    settings = settings_of(site, record)
+    program = Program("script", site.script(""))
+    spec = job_settings.make_spec(program, settings, directory=site.directory)
     jobs.submit(jobs.plan(spec, settings), "hpc", detach=True)
 
 
-def run_doctor_checks(site: Site, record: Record) -> list[str]:
-    options = [f"{key}={value}" for key, value in record.spec["options"].items()]
-    settings = job_settings.resolve(
-        {"login": "gpu1", "set": options, "python": site.python}, None, directory=site.directory
-    )
-    return [str(check) for check in jobs.doctor_checks(settings, site.directory)]
-
-
-@pytest.mark.parametrize("name", COMMANDS)
 def test_invalid_slurm_answer_of_login_host_gives_bounded_status_or_error(
-    site: Site, record: Record, play: Callable[[str], None], name: str
+    site: Site, record: Record, play: Callable[[str], None]
 ) -> None:
-    play(COMMANDS[name])
-    assert_commands_are_bounded(site, record)
+    for code in COMMANDS.values():
+        play(code)
+        assert_commands_are_bounded(site, record)
 
 
 @pytest.mark.parametrize("connect_timeout", ["1"])
@@ -247,11 +202,10 @@ def assert_commands_are_bounded(site: Site, record: Record) -> None:
         "status": lambda: polling.status(Records().find(record.job_id)).reason,
         "cancel": lambda: jobs.cancel([Records().find(record.job_id)]),
         "logs": lambda: polling.collect(Records().find(record.job_id)),
-        "doctor": lambda: run_doctor_checks(site, record),
+        "doctor": lambda: [*jobs.doctor_checks(settings_of(site, record), site.directory)],
         "submit": lambda: submit(site, record),
     }
     for command_name, call in calls.items():
-        drop_connection()
         begin = time.monotonic()
         try:
             message = str(call())
@@ -261,13 +215,11 @@ def assert_commands_are_bounded(site: Site, record: Record) -> None:
         assert len(message) < 6000, command_name
 
 
-@pytest.mark.parametrize(
-    "name", ["escapes in the queue", "refused with escapes", "absent with escapes"]
-)
 def test_control_characters_from_login_host_are_escaped_in_output(
-    site: Site, record: Record, play: Callable[[str], None], name: str
+    site: Site, record: Record, play: Callable[[str], None]
 ) -> None:
-    play(COMMANDS[name])
-    for args in (["status", record.job_id], ["cancel", record.job_id]):
-        _, out, err = site.run(*args)
-        assert not {"\x1b", "\x07", "\u202e"} & set(out + err), args
+    for name in ("escapes in the queue", "refused with escapes", "absent with escapes"):
+        play(COMMANDS[name])
+        for verb in ("status", "cancel"):
+            _, out, err = site.run(verb, record.job_id)
+            assert not {"\x1b", "\x07", "\u202e"} & set(out + err), (name, verb)

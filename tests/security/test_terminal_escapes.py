@@ -17,6 +17,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from hostile_host import exchange
 from hypothesis import given
 from hypothesis import strategies as st
 from launching import ROOT
@@ -27,7 +28,6 @@ from clusterjob.errors import HostError
 from clusterjob.node.system.sanitize import escape_json, sanitize
 from clusterjob.node.verdict import Failure, JobState, Verdict
 from clusterjob.remote import openssh_transport, paramiko_transport
-from clusterjob.remote.protocol import Exchange
 from clusterjob.remote.ssh_config import Target
 from clusterjob.remote.transport import ConnectOptions
 
@@ -248,10 +248,7 @@ ONE_LINE = HOSTILE.replace("\r\n", " ")
 
 
 def host_answers_error() -> None:
-    ours, theirs = socket.socketpair()
-    with ours, theirs:
-        theirs.sendall(json.dumps({"error": HOSTILE, "size": 0}).encode() + b"\n")
-        Exchange("gpu1", ours, timeout=20.0).ask("up", job="job", node=0)
+    exchange(lambda _: ({"error": HOSTILE}, b"")).ask("up", job="job", node=0)
 
 
 def host_sends_no_ssh_banner() -> None:
