@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from command_user import new_user  # noqa: F401  fixture
+from command_user import local_user, new_user  # noqa: F401  fixtures
 from hypothesis import settings
 from launching import is_job_variable
 from login_user import laptop  # noqa: F401  fixture

@@ -63,15 +63,6 @@ def test_doctor_prints_checks_and_exits_with_1_on_failure(
     ) in bad.stdout
 
 
-@pytest.mark.parametrize(
-    "options", [("--cluster", "nowhere"), (*LOCAL, "--nodes", "none"), ("script.py",)]
-)
-def test_doctor_with_bad_arguments_exits_with_2(options: tuple[str, ...]) -> None:
-    done = run(*options)
-    assert (done.returncode, done.stdout) == (2, "")
-    assert "clusterjob: error: " in done.stderr
-
-
 def test_doctor_of_plugin_backend_without_checks_reports_error(tmp_path: Path) -> None:
     files = {
         "theirs.py": "class Theirs: pass\n",

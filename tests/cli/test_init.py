@@ -207,13 +207,6 @@ def test_existing_file_is_replaced_only_with_force(place: Path, exists: str) -> 
     assert not (place.parent / "nowhere").exists()
 
 
-def test_without_a_terminal_yes_is_required(place: Path) -> None:
-    done = init(code=2)
-    assert "there is no terminal to ask" in done.stderr
-    assert "hint: --yes takes what is found" in done.stderr
-    assert not (place / FILE).exists()
-
-
 # -- TOML ------------------------------------------------------------------------------------------
 
 

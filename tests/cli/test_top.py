@@ -231,12 +231,6 @@ def test_top_obeys_no_color(tmp_path: Path, no_color: str) -> None:
         assert bool(screen.colours) != bool(no_color)
 
 
-def test_top_without_terminal_names_other_commands(tmp_path: Path) -> None:
-    error = command(tmp_path, "top", code=2).stderr
-    for part in ("top needs a terminal", "status --watch", "metrics"):
-        assert part in error
-
-
 def test_top_without_textual_says_what_to_install(tmp_path: Path) -> None:
     program = (
         "import sys; sys.modules['textual'] = None; from clusterjob.cli import main;"

@@ -501,15 +501,6 @@ def test_trust_record_is_private_and_ignored_when_others_can_write_it(clone: Clo
     assert not trust.is_trusted(file.path, file.data), "others could have written it"
 
 
-def test_trust_of_path_without_clusterjob_configuration_is_refused(clone: Clone) -> None:
-    (clone.root / "clusterjob.toml").unlink()
-    (clone.root / "pyproject.toml").write_text("[project]\nname = 'x'\n")
-    for name in ("", "pyproject.toml", "nowhere.toml"):
-        done = clone.call("trust", str(clone.root / name), "--yes")
-        assert done.code == 2, done
-        assert done.err.startswith("clusterjob: error: ")
-
-
 # -- (d) commands that execute nothing -------------------------------------------------------------
 
 

@@ -273,15 +273,3 @@ def test_each_submit_error_is_one_line_and_leaves_no_files(laptop: Laptop) -> No
         "does not support"
         not in laptop("render", "--cluster", "hpc", "--no-sync", laptop.script("pass")).stderr
     )
-
-
-def test_other_clusters_refuse_login_option(laptop: Laptop) -> None:
-    for cluster in ("local", "ssh"):
-        hosts = ("--hosts", "a") if cluster == "ssh" else ()
-        message = laptop(
-            "render", "--cluster", cluster, *hosts, "--login", "x", laptop.script("pass"), code=2
-        ).stderr
-        assert f"the {cluster} cluster has no --login" in message
-    rendered = laptop("render", "--login", "me@login1", laptop.script("pass")).stdout
-    assert "ssh me@login1 'cd ~/.clusterjob/jobs/" in rendered
-    assert laptop.login.connections == 0, "a plan contacts nothing"

@@ -60,25 +60,6 @@ def test_time_limit_above_limit_of_partition_is_refused(user: User) -> None:
         user.submit(SLEEPER, *options, "--set", "hold=true")
 
 
-@pytest.mark.parametrize(
-    ("options", "error"),
-    [
-        (("--set", "partion=main"), "sbatch has no option --partion"),
-        (("--set", "nodes=2"), "--set nodes is not allowed"),
-        (("--signal-before", "90s", "--time", "2m"), "leaves no room for a warning"),
-        (("--set", "comment=a\tb"), "contains a line break"),
-        (("--array", "3-1"), "is an empty range"),
-        (("--container", "pyxis:"), "names no image"),
-    ],
-)
-def test_invalid_options_are_refused_without_calling_sbatch(
-    user: User, options: tuple[str, ...], error: str
-) -> None:
-    notes = user.command_first_on_path("sbatch", 'echo >> "$NOTES"\nexec "$REAL" "$@"\n')
-    assert error in user.refused(*options, code=2)
-    assert notes.read_text() == ""
-
-
 def test_job_for_busy_nodes_is_accepted(user: User) -> None:
     user.slurm.submit("--nodes=4", "--exclusive", "--output=/dev/null", script="sleep 600")
     waiting = user.submit(SLEEPER, "--nodes", "4")

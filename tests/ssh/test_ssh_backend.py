@@ -12,7 +12,6 @@ import sys
 import threading
 import time
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +34,6 @@ from verdicts import wait_for_verdict
 from clusterjob.backends.base import Status
 from clusterjob.core import job_settings, jobs, polling
 from clusterjob.core.records import Record, Records
-from clusterjob.errors import ClusterJobError, SpecError
 from clusterjob.node.logs import ends
 from clusterjob.node.program import Program
 from clusterjob.node.verdict import JobState, Verdict
@@ -393,34 +391,6 @@ def test_failed_setup_line_is_named(site: Site) -> None:
     assert "gpu1: a setup line failed: echo nope >&2; false (nope)" in error.message
 
 
-def test_script_outside_sent_directory_is_refused(site: Site, tmp_path: Path) -> None:
-    (tmp_path / "outside.py").write_text("")
-    with pytest.raises(SpecError, match="is outside of"):
-        site.plan(Program("script", "../outside.py"))
-    plan = site.plan(Program("script", str(site.path(site.script("")).absolute())))
-    assert plan.spec.program.target == "script.py"
-
-
-@pytest.mark.parametrize(
-    ("flags", "why"),
-    [
-        ({"nodes": 3}, "--nodes 3: there are only 2 hosts"),
-        ({"set": {"colour": "red"}}, r"unknown option 'colour' .* \(--set\)"),
-        ({"partition": "gpu"}, r"unknown option 'partition' .* \(--partition or --set\)"),
-        ({"set": {"remote_home": "relative"}}, "is not an absolute path"),
-        ({"set": {"connect_timeout": "soon"}}, "not a number"),
-        ({"array": "0-3"}, "has no --array"),
-        ({"hostfile": "x"}, "--hosts and --hostfile are both given"),
-    ],
-)
-def test_invalid_options_for_ssh_cluster_are_refused(
-    site: Site, flags: dict[str, Any], why: str
-) -> None:
-    site.script("")
-    with pytest.raises(ClusterJobError, match=why):
-        site.plan(Program("script", "script.py"), **flags)
-
-
 def test_profile_sets_hosts_python_and_options(site: Site) -> None:
     site.script("", "train.py")
     site.path("clusterjob.toml").write_text(
@@ -444,22 +414,6 @@ def test_profile_sets_hosts_python_and_options(site: Site) -> None:
     record = jobs.submit(plan, "lab", detach=True)
     assert wait_for_verdict(record).state is JobState.SUCCEEDED
     assert (site.ssh_network.hosts["gpu3"].home / "elsewhere" / "jobs" / record.job_id).is_dir()
-
-
-def test_local_and_slurm_clusters_refuse_hosts(site: Site) -> None:
-    site.script("")
-    for backend in ("local", "slurm"):
-        settings = job_settings.resolve(site.flags(set={}), backend, directory=site.directory)
-        settings = replace(
-            settings, values={key: value for key, value in settings.values.items() if key != "set"}
-        )
-        with pytest.raises(SpecError, match=f"the {backend} cluster takes no hosts"):
-            jobs.plan(
-                job_settings.make_spec(
-                    Program("script", "script.py"), settings, directory=site.directory
-                ),
-                settings,
-            )
 
 
 def test_fewer_nodes_than_hosts_uses_first_hosts(site: Site) -> None:
