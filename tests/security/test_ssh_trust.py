@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import os
 import socket
-import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,7 +14,6 @@ from pathlib import Path
 import pytest
 from ssh_network import SshNetwork, checked_output
 from sshsite import Site
-from terminals import Terminal
 
 from clusterjob.core.hosts import Host
 from clusterjob.errors import HostError
@@ -58,14 +56,11 @@ def revoked(request: pytest.FixtureRequest, ssh_network: SshNetwork, tmp_path: P
     return listed
 
 
-def test_host_with_revoked_key_is_refused(pool: Pool, revoked: Path) -> None:
-    assert refusal(pool, "gpu1") == f"gpu1: its key is revoked ({revoked})"
-    assert accepts(pool, "gpu2")
-
-
-def test_revoked_key_is_refused_without_strict_host_key_checking(
+def test_host_with_revoked_key_is_refused(
     ssh_network: SshNetwork, pool: Pool, revoked: Path
 ) -> None:
+    assert refusal(pool, "gpu1") == f"gpu1: its key is revoked ({revoked})"
+    assert accepts(pool, "gpu2")
     ssh_network.write_config(RevokedHostKeys=str(revoked), StrictHostKeyChecking="no")
     assert "is revoked" in refusal(pool, "gpu1")
 
@@ -99,18 +94,6 @@ def test_revoked_keys_are_not_ignored_where_openssh_is_not_used(
         monkeypatch.setenv("PATH", str(tmp_path))  # without the command ssh
     message = refusal(pool, "gpu1")
     assert "RevokedHostKeys" in message or "transport = openssh needs the command ssh" in message
-    pool.close()
-
-
-def test_revoked_key_is_refused_by_openssh_without_strict_host_key_checking(
-    ssh_network: SshNetwork,
-) -> None:
-    """With StrictHostKeyChecking=no, ssh itself would use a key that is marked @revoked."""
-    key = ssh_network.hosts["gpu1"].public_key
-    ssh_network.known_hosts.write_text(f"10.77.0.1 {key}\n@revoked 10.77.0.1 {key}\n")
-    ssh_network.write_config(StrictHostKeyChecking="no")
-    pool = Pool(ConnectOptions(10.0, ssh_config=ssh_network.config, transport="openssh"))
-    assert refusal(pool, "gpu1") == "gpu1: its key is revoked"
     pool.close()
 
 
@@ -159,16 +142,6 @@ def test_hosts_trust_without_fingerprint_or_terminal_records_no_key(site: Site) 
     assert ssh_network.hosts["gpu1"].fingerprint in err
     assert "--fingerprint" in err
     assert ssh_network.known_hosts.read_text() == ""
-
-
-def test_hosts_trust_on_terminal_records_key(site: Site) -> None:
-    ssh_network = site.ssh_network
-    ssh_network.known_hosts.write_text("")
-    option = ("--set", f"ssh_config={ssh_network.config}")
-    argv = [sys.executable, "-m", "clusterjob", "hosts", "trust", "gpu1", *option]
-    with Terminal(argv, cwd=site.directory, controlling=True) as terminal:
-        assert terminal.finish() == 0, terminal.shown
-    assert ssh_network.hosts["gpu1"].public_key in ssh_network.known_hosts.read_text()
 
 
 @pytest.mark.parametrize(
