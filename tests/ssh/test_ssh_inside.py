@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import os
 
 import pytest
@@ -10,7 +11,9 @@ from inside_job import LEFT, Inside, get
 from procs import TEST_TIMEOUT, command_line, wait_until
 from sshsite import SLEEPER, Site, wait_for_lines
 from stacked import LIMIT, NOISE, WAITING, check_stacks
+from verdicts import wait_for_verdict
 
+from clusterjob.core import polling
 from clusterjob.core.records import Records
 
 
@@ -97,9 +100,17 @@ def test_cut_network_ends_client_and_later_the_command(site: Site) -> None:
     cancel(site, job)
 
 
-def test_stacks_of_16_ranks_on_2_hosts_within_3_seconds(site: Site) -> None:
+def test_stacks_of_16_ranks_on_2_hosts_are_read_and_saved_by_cancel(site: Site) -> None:
     record = site.submit(WAITING, nproc_per_node=8)
     wait_for_lines(record, *(f"up {rank}" for rank in range(16)))
     job = Inside(record.job_id, site.directory)
     assert check_stacks(job, 16, ["gpu1", "gpu2"]) < LIMIT * NOISE
-    cancel(site, job)
+    site.run("cancel", "--stacks", record.job_id, code=0)
+    verdict = wait_for_verdict(Records().find(record.job_id))
+    assert (verdict.evidence, verdict.evidence_ranks) == ("logs/node0/stacks.txt", 16)
+    path = record.job_dir / "logs" / "node0" / "stacks.json"
+    wait_until(lambda: (polling.collect(record), path.exists())[1], TEST_TIMEOUT, "the file")
+    ranks = json.loads(path.read_text())["ranks"]
+    assert [(each["rank"], each["node_rank"]) for each in ranks] == [
+        (rank, rank // 8) for rank in range(16)
+    ]
