@@ -19,8 +19,7 @@ from pathlib import Path
 
 import pytest
 from docs_commands import TRAIN, Shell, blocks
-from hydra_app import write_app
-from launching import ROOT, free_port
+from launching import ROOT, free_port, write_tree
 from login_user import Laptop
 from namespaces import Machine
 from procs import TEST_TIMEOUT, wait_until
@@ -28,8 +27,6 @@ from servers import webhook
 from slurm_user import User
 from sshsite import Site
 from volc_platform import Platform
-
-from clusterjob import JobGroup
 
 
 @pytest.fixture
@@ -54,34 +51,26 @@ def labelled(output: str, line: str) -> list[int]:
 
 
 def write_user_config(text: str) -> None:
-    path = Path(os.environ["XDG_CONFIG_HOME"]) / "clusterjob" / "config.toml"
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(text)
+    write_tree(Path(os.environ["XDG_CONFIG_HOME"]), **{"clusterjob/config.toml": text})
 
 
 # -- this machine ----------------------------------------------------------------------------------
 
 
 @pytest.mark.usefixtures("plain_python")
-def test_secret_command_gives_values_to_worker(shell: Shell, tmp_path: Path) -> None:
-    token = tmp_path / ".cache" / "huggingface" / "token"
-    token.parent.mkdir(parents=True)
-    token.write_text("hf_5ecret\n")
-    shell.write("train.py", "import os\nprint(os.environ['WANDB_API_KEY'], os.environ['HF_TOKEN'])")
-    shell(
-        shell.left[0],
-        before=shell.adapt("export WANDB_API_KEY=..."),
-        environ={"HOME": str(tmp_path)},
-    )
+def test_secret_and_notify_commands_give_values_to_worker_and_tell_the_end(
+    shell: Shell, tmp_path: Path
+) -> None:
+    secret, notify = shell.left
+    write_tree(tmp_path, **{".cache/huggingface/token": "hf_5ecret\n"})
+    environ = {"HOME": str(tmp_path)}
+    text = "import os\nprint(*(os.environ.get(name) for name in ('WANDB_API_KEY', 'HF_TOKEN')))"
+    shell.write("train.py", text)
+    shell(secret, before=shell.adapt("export WANDB_API_KEY=..."), environ=environ)
     assert shell.clusterjob("wait", shell.values["job_id"]).code == 0
     assert shell.clusterjob("logs", shell.values["job_id"]).out == "5ecret hf_5ecret\n"
-
-
-@pytest.mark.usefixtures("plain_python")
-def test_notify_command_sends_to_webhook_and_command(shell: Shell, tmp_path: Path) -> None:
-    shell.write("train.py", "print('trained')")
     with webhook() as hook:
-        shell(shell.left[0], before=f"export SLACK={hook.url}", environ={"HOME": str(tmp_path)})
+        shell(notify, before=f"export SLACK={hook.url}", environ={"HOME": str(tmp_path)})
         assert shell.clusterjob("wait", shell.values["job_id"]).code == 0
         ended = tmp_path / "ended.jsonl"
         wait_until(lambda: hook.received and ended.exists() and ended.read_text(), TEST_TIMEOUT)
@@ -249,7 +238,7 @@ def test_slurm_commands_of_readme_show_output_of_all_ranks(shell: Shell) -> None
 
 
 def test_first_commands_of_slurm_page_check_and_submit(shell: Shell, user: User) -> None:
-    submit, doctor, render = shell.left
+    submit, doctor, render, requeue = shell.left
     write_user_config(shell.adapt(blocks("docs/slurm.md", "toml")[0]))
     assert "failed" not in shell(doctor).out
     assert "sbatch" in shell(render).out
@@ -257,6 +246,11 @@ def test_first_commands_of_slurm_page_check_and_submit(shell: Shell, user: User)
     assert user.slurm_job(shell.values["job_id"])["TimeLimit"] == "02:00:00"
     user("wait", shell.values["job_id"])
     assert ranks(user.output(shell.values["job_id"]), of=16)
+    shell.write("train_resume.py", TRAIN)
+    shell(requeue)
+    job = user.slurm_job(shell.values["job_id"])
+    assert (job["Requeue"], job["TimeLimit"]) == ("1", "12:00:00")
+    user("wait", shell.values["job_id"])
 
 
 @pytest.mark.slow
@@ -271,14 +265,6 @@ def test_array_commands_of_slurm_page_start_all_elements(shell: Shell, user: Use
         user("wait", f"{job}_0")
         assert user.output(f"{job}_0") == output
         user("cancel", job)
-
-
-def test_requeue_command_of_slurm_page_sets_requeue_and_signal(shell: Shell, user: User) -> None:
-    shell.write("train_resume.py", TRAIN)
-    shell(shell.left[0])
-    job = user.slurm_job(shell.values["job_id"])
-    assert (job["Requeue"], job["TimeLimit"]) == ("1", "12:00:00")
-    user("wait", shell.values["job_id"])
 
 
 def test_until_done_commands_of_slurm_page_start_next_attempts(shell: Shell, user: User) -> None:
@@ -332,20 +318,3 @@ def test_submit_command_of_mlp_page_runs_task_with_its_profile(
     job = shell.values["job_id"]
     assert shell.clusterjob("wait", job, environ=environ).code == 0
     assert ranks(shell.clusterjob("logs", job, environ=environ).out, of=16, words=" --epochs 3")
-
-
-@pytest.mark.slow
-def test_hydra_command_of_scripts_page_submits_sweep(
-    shell: Shell, user: User, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    if importlib.util.find_spec("hydra") is None:
-        pytest.skip("Hydra is missing: pip install hydra-core")
-    monkeypatch.setenv("CLUSTERJOB_PYTHON", sys.executable)
-    monkeypatch.setenv("PYTHONPATH", str(ROOT))
-    shell.directory = user.directory
-    write_app(user.directory)
-    shell(shell.left[0])
-    group = JobGroup.get("app")
-    assert [verdict.exit_code for verdict in group.wait(timeout=TEST_TIMEOUT)] == [0, 0]
-    for job, rate in zip(group, ("0.1", "0.01"), strict=True):
-        assert f"[1] rank 1 {rate} mysql" in job.logs()

@@ -72,19 +72,15 @@ SESSIONS = (
         ),
     ),
     Session(
-        "test_secret_command_gives_values_to_worker",
+        "test_secret_and_notify_commands_give_values_to_worker_and_tell_the_end",
         ("docs/reference.md",),
         (
             (
                 "clusterjob submit --secret WANDB_API_KEY"
                 " --secret HF_TOKEN=~/.cache/huggingface/token train.py"
             ),
+            "clusterjob submit --notify SLACK --notify-cmd 'cat >> ~/ended.jsonl' train.py",
         ),
-    ),
-    Session(
-        "test_notify_command_sends_to_webhook_and_command",
-        ("docs/reference.md",),
-        ("clusterjob submit --notify SLACK --notify-cmd 'cat >> ~/ended.jsonl' train.py",),
     ),
     Session(
         "test_template_of_backends_page_starts_nodes",
@@ -123,7 +119,8 @@ SESSIONS = (
         ("clusterjob stacks train-e7trvw",),
     ),
     Session(
-        "test_hydra_command_of_scripts_page_submits_sweep",
+        "tests/slurm/test_hydra_sweep.py::"
+        "test_jobs_of_sweep_of_scripts_page_run_on_two_nodes_after_logout",
         ("docs/scripts.md",),
         (
             (
@@ -153,6 +150,7 @@ SESSIONS = (
             "clusterjob submit --cluster slurm --nodes 2 --gpus-per-node 8 --time 2h train.py",
             "clusterjob doctor --cluster hpc --nodes 2 --gpus-per-node 8",
             "clusterjob render --cluster hpc train.py",
+            "clusterjob submit --requeue --signal-before 90s --time 12h train_resume.py",
         ),
     ),
     Session(
@@ -162,11 +160,6 @@ SESSIONS = (
             "clusterjob submit --sweep lr=0.1,0.01 --sweep seed=0-9 --array %8 train.py --epochs 3",
             "clusterjob submit --array 0-99%8 train.py",
         ),
-    ),
-    Session(
-        "test_requeue_command_of_slurm_page_sets_requeue_and_signal",
-        ("docs/slurm.md",),
-        ("clusterjob submit --requeue --signal-before 90s --time 12h train_resume.py",),
     ),
     Session(
         "test_until_done_commands_of_slurm_page_start_next_attempts",

@@ -56,10 +56,10 @@ class User(CommandUser):
 
     def refused(self, *options: str, code: int = 1, command: str = "submit") -> str:
         """Return the error message for a refused job; fail if files or a job in Slurm remain."""
-        before = self._queued()
+        jobs, files = self._queued(), self.remaining_files()
         message = self(command, *self.target, *options, self.script("pass"), code=code).stderr
-        assert self._queued() <= before  # Slurm may have removed ended jobs meanwhile
-        assert self.remaining_files() == []
+        assert self._queued() <= jobs  # Slurm may have removed ended jobs meanwhile
+        assert self.remaining_files() == files
         return message
 
     def _queued(self) -> set[str]:
