@@ -136,16 +136,6 @@ def test_hosts_command_shows_honest_host_beside_hostile_one(site: Site) -> None:
     assert "no torch" in shown  # the answer of gpu2, the honest host
 
 
-def test_submit_with_invalid_answer_fails_and_names_host(site: Site) -> None:
-    with hostile(
-        site.ssh_network.hosts["gpu1"], "def answer(request): return {'errors': [7]}, b''"
-    ):
-        code, _, err = site.run("submit", *site.options(hosts="gpu1"), site.script(""))
-    assert (code, "Traceback" in err) == (1, False)
-    why = "Expected `str`, got `int` - at `$.errors[0]`"
-    assert f"gpu1: it sends a malformed answer: {why}" in err
-
-
 def test_memory_is_bounded_while_host_sends_without_end(site: Site, record: Record) -> None:
     """Compare the peak memory of two processes: for an endless line and for an empty answer."""
 
