@@ -480,14 +480,3 @@ def test_clean_shows_asks_and_removes(run: Run, save: Save) -> None:
     assert re.search(r"removed 1 job, freed [\d.]+ KB", err)
     assert run("clean", "--all", "--yes", "--json")[0] == 0
     assert run("clean", "--all", "--yes")[2] == "clusterjob: no ended job matches\n"
-
-
-def test_clean_never_removes_a_job_that_runs(run: Run, save: Save, cancelled: list[str]) -> None:
-    save("run-a", end=None)
-    save("wait-b", end=None)
-    assert run("clean", "--all", "--yes")[0] == 0
-    code, _, err = run("clean", "run-a", "--yes")
-    assert (code, cancelled) == (2, [])
-    assert "is RUNNING: only ended jobs are removed" in err
-    assert len(Records().all()) == 2
-    assert (home() / "jobs" / "run-a").is_dir()
