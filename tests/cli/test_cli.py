@@ -22,18 +22,12 @@ from command_user import END_TIMEOUT, CommandUser
 from commands import CLUSTERJOB, PACKAGE
 from launching import write_tree
 from procs import TEST_TIMEOUT, wait_for_no_processes, wait_until
+from slurm_user import SLEEPER
 
 from clusterjob.cli import main as command_line
 
 HOST = socket.gethostname()
 
-# Each rank creates a file, then sleeps for ever.
-SLEEPER = """
-    import os, pathlib, time
-    print("line of", os.environ["RANK"], flush=True)
-    pathlib.Path(f"up{os.environ['RANK']}").touch()
-    time.sleep(1000)
-"""
 # Each rank creates a file, then waits for the file `leave`.
 WAITER = """
     import os, pathlib, time
@@ -51,9 +45,16 @@ WAITER = """
 # -- starting jobs ---------------------------------------------------------------------------------
 
 
-def test_submit_prints_only_job_id_and_detaches(local_user: CommandUser) -> None:
-    done = local_user("submit", "--nodes", "2", local_user.script(WAITER))
-    assert re.fullmatch(r"script-[a-z2-9]{6}\n", done.stdout)
+def test_submit_prints_only_job_id_or_json_and_detaches(local_user: CommandUser) -> None:
+    done = local_user("submit", "--json", "--name", "a name", local_user.script(""))
+    result = json.loads(done.stdout)
+    assert (result["schema"], result["cluster"], result["backend"]) == (1, "local", "local")
+    assert result["id"].startswith("a-name-")
+    assert Path(result["job_dir"]).is_dir()
+    local_user("wait", result["id"])
+    local_user("clean", "--all", "--yes")
+    done = local_user("submit", "--nodes", "2", local_user.script(WAITER, "script2.py"))
+    assert re.fullmatch(r"script2-[a-z2-9]{6}\n", done.stdout)
     assert done.stderr == ""
     local_user.wait_for("up0", "up1")
     assert local_user.only_job()["state"] == "RUNNING"
@@ -61,15 +62,6 @@ def test_submit_prints_only_job_id_and_detaches(local_user: CommandUser) -> None
     job_id = done.stdout.strip()
     done = local_user("wait", job_id)
     assert (done.stdout, done.stderr) == ("", f"clusterjob: job {job_id} SUCCEEDED\n")
-
-
-def test_submit_json_describes_job(local_user: CommandUser) -> None:
-    done = local_user("submit", "--json", "--name", "a name", local_user.script(""))
-    result = json.loads(done.stdout)
-    assert (result["schema"], result["cluster"], result["backend"]) == (1, "local", "local")
-    assert result["id"].startswith("a-name-")
-    assert Path(result["job_dir"]).is_dir()
-    local_user("wait", result["id"])
 
 
 @pytest.mark.parametrize("code", [0, 3])

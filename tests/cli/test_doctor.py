@@ -54,6 +54,11 @@ def test_doctor_prints_checks_and_exits_with_1_on_failure(
     good = run(*LOCAL, *light)
     assert (good.returncode, good.stderr) == (0, "")
     assert "ok       torch         2.9.0 for the CPU only, with gloo\n" in good.stdout
+    document = json.loads(run(*LOCAL, "--json", *light).stdout)
+    assert {frozenset(check) for check in document.pop("checks")} == {
+        frozenset(["name", "state", "message", "hint"])
+    }
+    assert document == {"schema": 1, "cluster": "local", "backend": "local", "fit": True}
     bad = run(*LOCAL, "--python", plain_python)
     assert (bad.returncode, bad.stderr) == (1, "")
     assert (
@@ -237,12 +242,3 @@ def test_missing_loopback_fails_and_unresolved_host_name_warns(light: list[str])
     assert (unnamed.fit, unnamed.state("loopback")) == (True, "ok")
     assert unnamed.state("host name") == "warning"
     assert unnamed.message("host name") == "no-such-host-of-ours does not resolve"
-
-
-def test_doctor_json_is_one_document(light: list[str]) -> None:
-    document = json.loads(run(*LOCAL, "--json", *light).stdout)
-    checks = document.pop("checks")
-    assert document == {"schema": 1, "cluster": "local", "backend": "local", "fit": True}
-    assert {frozenset(check) for check in checks} == {
-        frozenset(["name", "state", "message", "hint"])
-    }

@@ -24,11 +24,6 @@ def work(tmp_path: Path, plain_python: str) -> Path:
     return tmp_path
 
 
-def submit_and_wait(work: Path) -> None:
-    job_id = command(work, "submit", "train.py").stdout.strip()
-    command(work, "wait", job_id)
-
-
 def age(*paths: Path) -> None:
     for path in paths:
         os.utime(path, (time.time() - 4000,) * 2)
@@ -56,7 +51,7 @@ def test_submit_removes_leftovers_of_killed_submits(work: Path) -> None:
     (jobs_dir / "x-222222" / "logs").mkdir(parents=True)
     age(*records.iterdir(), jobs_dir / "x-222222")
     (work / "train.py").write_text("")
-    submit_and_wait(work)
+    command(work, "submit", "--follow", "train.py")
     recorded = {path.name for path in records.iterdir()}
     assert [name for name in recorded if name.startswith(".")] == []
     assert {f"{name}.json" for name in os.listdir(jobs_dir)} <= recorded
@@ -70,7 +65,7 @@ def test_submit_keeps_files_of_other_processes(work: Path) -> None:
     for name in ("old-222222/logs/node0", "fresh-222222/logs"):
         (home() / "jobs" / name).mkdir(parents=True)
     age(home() / "jobs" / "old-222222")
-    submit_and_wait(work)
+    command(work, "submit", "--follow", "train.py")
     assert {*hidden} <= {*os.listdir(home() / "records")}
     assert {"old-222222", "fresh-222222"} <= {*os.listdir(home() / "jobs")}
 
