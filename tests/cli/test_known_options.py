@@ -97,9 +97,6 @@ def test_local_job_takes_idle_gpus_and_holds_them(
     done = local_user("run", "--gpus", "auto", script)
     lines = sorted(line.partition("] ")[2] for line in done.stdout.splitlines())
     assert lines == [f"{rank} {smi.prefix}2,{smi.prefix}3" for rank in (0, 1)], "all idle ones"
-    smi.set_gpus([3, 40_000], {1: [(1, "python")]})
-    done = local_user("submit", "--gpus", "auto", script, code=1)
-    assert f"--gpus auto: no GPU is idle: 0 job {first}; 1 NVIDIA H100, 80GB: " in done.stderr
     local_user("cancel", first)
 
 

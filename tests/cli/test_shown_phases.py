@@ -119,32 +119,7 @@ def test_terminal_keeps_reason_of_restart(work: Path) -> None:
     assert "after 1 restart" in shown.partition("clusterjob: restart 1")[2]
 
 
-def test_live_line_stays_below_output_and_disappears(work: Path) -> None:
-    with Tmux(work, columns=30) as screen:
-        screen.start([*RUN, "train.py"])
-        before = screen.wait_for("running").splitlines()
-        assert before[-1].startswith("running")
-        assert before[-2] == "hello"
-        for width in (20, 100, 30):
-            screen.resize(width)
-            wait_until(lambda: screen.screen().count("running") == 1, TEST_TIMEOUT, "one line")
-        (work / "end").touch()
-        screen.wait_for("SUCCEEDED")
-        text = prompt(screen)
-        assert screen.cursor()[0]
-    *_, hello, bye, verdict, last = text.splitlines()
-    assert (hello, bye, last) == ("hello", "bye", "$")
-    assert verdict.endswith("SUCCEEDED")
-
-
-def prompt(screen: Tmux) -> str:
-    """Return the screen once it ends with the prompt of the shell."""
-    return wait_until(
-        lambda: (now := screen.screen()).endswith("$") and now, TEST_TIMEOUT, "the prompt"
-    )
-
-
-def test_narrower_terminal_keeps_no_part_of_wrapped_line(work: Path) -> None:
+def test_live_line_stays_below_output_on_a_narrow_terminal_and_disappears(work: Path) -> None:
     with Tmux(work, columns=100) as screen:
         screen.start(slow(work, *RUN))
         screen.wait_for("waiting for node 1")
@@ -154,9 +129,27 @@ def test_narrower_terminal_keeps_no_part_of_wrapped_line(work: Path) -> None:
         screen.resize(100)
         screen.wait_for("waiting for node 1")
         assert screen.screen().splitlines()[:-1] == above
-        for name in ("node", "import", "end"):
+        for name in ("node", "import"):
             (work / name).touch()
+        shown = screen.wait_for("running").splitlines()
+        assert shown[-1].startswith("running"), "below the output"
+        for width in (20, 100, 30):
+            screen.resize(width)
+            wait_until(lambda: screen.screen().count("running") == 1, TEST_TIMEOUT, "one line")
+        (work / "end").touch()
         assert "nodes joined" not in screen.wait_for("SUCCEEDED")
+        text = prompt(screen)
+        assert screen.cursor()[0]
+    *_, bye, verdict, last = text.splitlines()
+    assert (bye.rpartition(" ")[2], last) == ("bye", "$")
+    assert verdict.endswith("SUCCEEDED")
+
+
+def prompt(screen: Tmux) -> str:
+    """Return the screen once it ends with the prompt of the shell."""
+    return wait_until(
+        lambda: (now := screen.screen()).endswith("$") and now, TEST_TIMEOUT, "the prompt"
+    )
 
 
 @pytest.mark.parametrize("key", ["C-c", "TERM"])
