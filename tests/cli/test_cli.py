@@ -120,33 +120,41 @@ def test_submit_follow_exits_with_exit_code_of_job(local_user: CommandUser) -> N
     assert "FAILED" in done.stderr
 
 
-def test_run_accepts_module_and_command(local_user: CommandUser) -> None:
-    local_user.path("package").mkdir()
-    local_user.script("import sys; print(__name__, sys.argv[1:])", "package/train.py")
-    done = local_user("run", "-m", "package.train", "--nodes", "7", "-m", "x")
-    assert done.stdout == "__main__ ['--nodes', '7', '-m', 'x']\n"
-    command = ["bash", "-c", 'echo "$0" "$1" $RANK', "--help", "a  b"]
-    assert local_user("run", "--name", "shell", "--", *command).stdout == "--help a  b 0\n"
+PRINTS = "import sys; print(__name__, sys.argv[1:])"
+PASSED = ["--nodes", "7", "-h", "--json", "--version", "--", "-m", "x", "", "a b", "☃"]
+VARIABLES = """
+    import os
+    print(*(os.environ[name] for name in "ABCD"))
+"""
+# The words of `run`, and what the program prints.
+RUNS = {
+    "module": (["-m", "package.train", "--nodes", "7", "-m", "x"], "__main__ {words[2:]}"),
+    "command": (
+        ["--name", "shell", "--", "bash", "-c", 'echo "$0" "$1" $RANK', "--help", "a  b"],
+        "--help a  b 0",
+    ),
+    "arguments": (["./--nodes.py", *PASSED], "__main__ {words[1:]}"),
+    "options before": (
+        ["--nodes=1", "--name", "-x", "./--nodes.py", "--nodes=9"],
+        "__main__ ['--nodes=9']",
+    ),
+    "not UTF-8": (["./--nodes.py", "\udcff"], "__main__ ['\\udcff']"),
+    "variables": (
+        ["--env", "B=x=y z", "--env", "D=", "--setup", "C=$C,flag", "variables.py"],
+        "file x=y z file,flag ",
+    ),
+}
 
 
-def test_arguments_after_script_are_passed_to_script(local_user: CommandUser) -> None:
-    options = ["--nodes", "7", "-h", "--json", "--version", "--", "-m", "x", "", "a b", "☃"]
-    local_user.script("import sys; print(sys.argv[1:])", "--nodes.py")
-    assert local_user("run", "./--nodes.py", *options).stdout == f"{options}\n"
-    done = local_user("run", "--nodes=1", "--name", "-x", "./--nodes.py", "--nodes=9")
-    assert done.stdout == "['--nodes=9']\n"
-
-
-def test_workers_get_variables_of_command_line_and_file(local_user: CommandUser) -> None:
-    local_user.path("clusterjob.toml").write_text(
-        '[defaults]\nenv = {A = "file", B = "file"}\nsetup = ["export C=file"]\n'
-    )
+@pytest.mark.parametrize("name", RUNS)
+def test_run_gives_program_its_arguments_and_variables(local_user: CommandUser, name: str) -> None:
+    config = '[defaults]\nenv = {A = "file", B = "file"}\nsetup = ["export C=file"]\n'
+    files = {"package/train.py": PRINTS, "--nodes.py": PRINTS, "clusterjob.toml": config}
+    write_tree(local_user.directory, **files, **{"variables.py": textwrap.dedent(VARIABLES)})
     local_user("trust", "--yes")
-    script = local_user.script("import os; print(*(os.environ[name] for name in 'ABCD'))")
-    assert (
-        local_user("run", "--env", "B=x=y z", "--env", "D=", "--setup", "C=$C,flag", script).stdout
-        == "file x=y z file,flag \n"
-    )
+    words, shown = RUNS[name]
+    expected = shown.replace("{words[2:]}", str(words[2:])).replace("{words[1:]}", str(words[1:]))
+    assert local_user("run", *words).stdout == f"{expected}\n"
 
 
 def test_run_without_gpus_uses_cpu_and_prints_one_line(
@@ -786,11 +794,9 @@ def test_output_not_encodable_in_terminal_is_shown(
     assert local_user.only_job()["name"] == "schneemann ☃"
 
 
-def test_arguments_that_are_not_utf8_reach_script(local_user: CommandUser) -> None:
-    script = local_user.script("import os, sys; print(ascii(sys.argv[1:]))")
-    assert local_user("run", script, "\udcff").stdout == "['\\udcff']\n"
-    local_user("render", script, "\udcff")
-    local_user("render", "--json", script, "\udcff")
+def test_arguments_that_are_not_utf8_are_rendered(local_user: CommandUser) -> None:
+    for options in ((), ("--json",)):
+        local_user("render", *options, local_user.script(""), "\udcff")
 
 
 def test_run_succeeds_after_job_directory_is_moved(local_user: CommandUser) -> None:
