@@ -201,14 +201,6 @@ def test_failed_start_of_one_agent_stops_other_agents_and_leaves_no_files(projec
     assert Records().all() == []
 
 
-def test_job_whose_agents_are_killed_is_lost(project: Project) -> None:
-    record = project.submit(SLEEPER)
-    project.wait_for("up0", "up1")
-    kill_all(agents_of(record))
-    wait_for_no_processes(END_TIMEOUT)
-    assert wait_for_verdict(record).state is JobState.LOST
-
-
 # -- killed processes ------------------------------------------------------------------------------
 
 

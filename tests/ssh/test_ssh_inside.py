@@ -40,25 +40,18 @@ def test_exec_runs_on_host_of_rank_and_killed_client_leaves_nothing(site: Site) 
 
 
 @pytest.mark.slow
-def test_exec_on_all_hosts_and_50_megabytes(site: Site) -> None:
+def test_exec_on_all_hosts_and_beside_an_unreachable_one(site: Site) -> None:
     job = started(site)
     out, _ = job.exec("--all", "--", "bash", "-c", "echo $RANK $(uname -n)")
     assert sorted(out.decode().splitlines()) == ["[node 0] 0 gpu1", "[node 1] 2 gpu2"]
     data = os.urandom(50_000_000)
     out, _ = job.exec("cat", data=data)
     assert hashlib.sha256(out).digest() == hashlib.sha256(data).digest()
-    cancel(site, job)
-
-
-@pytest.mark.slow
-def test_unreachable_host_is_one_line_and_other_node_still_answers(site: Site) -> None:
-    job = started(site)
     site.ssh_network.hosts["gpu2"].stop()
     try:
         _, err = job.exec("--node", "1", "true", code=255)
         assert err.decode().startswith("clusterjob: error: gpu2: ")
         assert len(err.decode().splitlines()) <= 2
-        assert job.exec("--node", "0", "uname", "-n")[0] == b"gpu1\n"
         out, err = job.exec("--all", "uname", "-n", code=255)
         assert out == b"[node 0] gpu1\n"
         assert err.decode().startswith("clusterjob: gpu2: ")

@@ -96,11 +96,6 @@ def plain(ssh_network: SshNetwork, host: SshHost) -> None:
     host.restart()
 
 
-def logins(host: SshHost) -> int:
-    """Return how many logins a host has accepted."""
-    return len(re.findall(r"Accepted \S+ for ", (host.directory / "sshd.log").read_text()))
-
-
 def sockets(runtime: Path) -> list[Path]:
     """Return the sockets of all shared connections."""
     return [path for path in runtime.rglob("*") if path.is_socket()]
@@ -151,7 +146,7 @@ def test_code_is_asked_once_for_all_commands_after_login(
     site: Site, commands: Commands, codes: Codes
 ) -> None:
     host = site.ssh_network.hosts["gpu1"]
-    before = logins(host)
+    before = host.logins
     with commands.on_terminal("login", "gpu1") as terminal:
         terminal.answer(b"One-time password", codes.next())
         assert terminal.finish() == 0, terminal.shown
@@ -162,7 +157,7 @@ def test_code_is_asked_once_for_all_commands_after_login(
     for words in (["wait"], ["status"], ["logs"]):
         _, out, _ = site.run(*words, record.job_id, code=0)
     assert "hello" in out
-    assert logins(host) - before == 1
+    assert host.logins - before == 1
     assert "gpu1: already logged in as root" in commands.run("login", "gpu1")[2]
     assert "already logged in" in commands.run("login", "root@10.77.0.1:22")[2]
     code, _, err = commands.run("logout", "gpu1")
@@ -227,13 +222,13 @@ def test_dead_socket_is_replaced_and_parallel_logins_open_one_connection(
     path = control_master.path_for_login(target)
     with socket.socket(socket.AF_UNIX) as dead:
         dead.bind(str(path))
-    before = logins(ssh_network.hosts["gpu1"])
+    before = ssh_network.hosts["gpu1"].logins
     words = hosts_of(site, "gpu1") if own else ["login", "gpu1"]
     both = [site.command(*words, *commands.options, stdin=subprocess.DEVNULL) for _ in range(2)]
     for process in both:
         out, err = process.communicate(timeout=TEST_TIMEOUT)
         assert REACHED in out or "logged in" in err
-    assert logins(ssh_network.hosts["gpu1"]) - before == 1
+    assert ssh_network.hosts["gpu1"].logins - before == 1
     assert sockets(runtime) == [path]
     assert "logged out" in commands.run("logout", "gpu1")[2]
 
@@ -243,10 +238,10 @@ def test_login_host_behind_bastion_is_shared(site: Site, commands: Commands, run
     bastion = site.ssh_network.hosts["bastion"]
     assert commands.run("login", "bastion")[0] == 0
     assert commands.run("login", "inner1")[0] == 0
-    before = logins(bastion)
+    before = bastion.logins
     ask("inner1", "auto", site)
     ask("inner2", "auto", site)
-    assert logins(bastion) == before, "both ways through the shared connection"
+    assert bastion.logins == before, "both ways through the shared connection"
     for name in ("inner1", "bastion"):
         assert commands.run("logout", name)[0] == 0
 
@@ -258,13 +253,13 @@ def test_user_control_master_is_used_and_not_closed(
     ssh_network, path = site.ssh_network, runtime / "m-%C"
     ssh_network.write_config(ControlPath=str(path), ControlMaster="auto", ControlPersist="60")
     argv = ["ssh", "-F", str(ssh_network.config), "gpu1", "true"]
-    before = logins(ssh_network.hosts["gpu1"])
+    before = ssh_network.hosts["gpu1"].logins
     with Terminal(argv, controlling=True) as terminal:
         terminal.answer(b"One-time password", codes.next())
         assert terminal.finish() == 0
     assert REACHED in commands.run(*hosts_of(site, "gpu1"))[1]
     ask("gpu1", "auto", site)
-    assert logins(ssh_network.hosts["gpu1"]) - before == 1
+    assert ssh_network.hosts["gpu1"].logins - before == 1
     assert len(list(runtime.glob("m-*"))) == 1, "the user's connection is still open"
     assert "already logged in" in commands.run("login", "gpu1")[2]
     assert commands.run("logout", "gpu1")[0] == 0

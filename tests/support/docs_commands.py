@@ -8,7 +8,6 @@ from __future__ import annotations
 import os
 import re
 import shlex
-import signal
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
@@ -16,9 +15,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from launching import ROOT, TEST_TIMEOUT, Run
+from launching import ROOT, Run, finish
 
-RUN_TIMEOUT = TEST_TIMEOUT  # also the limit of a command that follows a job, such as `logs -f`
 RUNNERS = "tests/e2e/test_docs_commands.py"
 READMES = ("README.md", "README.zh-CN.md")
 # A command line of a page: indented by four spaces, after a prompt, or in a block of shell code.
@@ -354,14 +352,9 @@ class Shell:
 
     def finish(self, process: subprocess.Popen[str], code: int = 0) -> Run:
         """Wait for a command; fail the test if its exit code is not ``code``."""
-        try:
-            out, err = process.communicate(timeout=RUN_TIMEOUT)
-        except BaseException:
-            os.killpg(process.pid, signal.SIGKILL)
-            process.communicate()
-            raise
-        assert process.returncode == code, f"exit code {process.returncode}\n{out}\n{err}"
-        return Run(process.returncode, out, err)
+        ran = finish(process)
+        assert ran.code == code, f"exit code {ran.code}\n{ran.out}\n{ran.err}"
+        return ran
 
     def __call__(self, command: str, code: int = 0, **more: Any) -> Run:
         ran = self.finish(self.start(command, **more), code)
@@ -371,14 +364,16 @@ class Shell:
 
     def clusterjob(self, *words: str, environ: Mapping[str, str] | None = None) -> Run:
         """Run a command that no page shows: to check an effect, or to clean up."""
-        done = subprocess.run(
-            [sys.executable, "-m", "clusterjob", *words],
-            cwd=self.directory,
-            env={**os.environ, **(environ or {})},
-            capture_output=True,
-            text=True,
-            check=False,
-            stdin=subprocess.DEVNULL,
-            timeout=RUN_TIMEOUT,
+        argv = [sys.executable, "-m", "clusterjob", *words]
+        return finish(
+            subprocess.Popen(
+                argv,
+                cwd=self.directory,
+                env={**os.environ, **(environ or {})},
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                text=True,
+                start_new_session=True,
+            )
         )
-        return Run(done.returncode, done.stdout, done.stderr)

@@ -19,7 +19,7 @@ from launching import free_port
 from procs import MARKER, alive, below, command_line, missing_programs, wait_until
 from slurm_cluster import SlurmCluster
 from slurm_user import User
-from ssh_network import checked_output, start_sshd
+from ssh_network import checked_output, logins, start_sshd
 
 # Creates the file up<RANK> in $MEET, which is outside of the job's directory, then waits for the
 # file `leave` there.
@@ -111,11 +111,7 @@ class LoginHost:
     @property
     def connections(self) -> int:
         """The number of logins so far."""
-        return (
-            self.log.read_text(errors="replace").count("Accepted publickey")
-            if self.log.exists()
-            else 0
-        )
+        return logins(self.directory)
 
 
 class Laptop(User):
