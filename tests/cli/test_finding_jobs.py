@@ -198,7 +198,10 @@ def test_cut_counts_wide_and_combining_letters(text: str, width: int, shown: str
     assert cut(text, width) == shown
 
 
-def test_watch_redraws_in_place_and_restores_the_terminal(save: Save) -> None:
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 0), (signal.SIGTERM, 143)])
+def test_watch_redraws_in_place_and_restores_the_terminal(
+    save: Save, number: signal.Signals, code: int
+) -> None:
     save("one-a")
     with Terminal([*COMMAND, "list", "--watch"], columns=60, rows=10) as terminal:
         terminal.read_until(b"one-a")
@@ -212,9 +215,9 @@ def test_watch_redraws_in_place_and_restores_the_terminal(save: Save) -> None:
             terminal.read_until(b"\x1b[J")
             frame = re.sub(r"\x1b\[\??\w+|\r", "", terminal.shown.decode())
             widths = [width_of(line) for line in frame.split("\n")]
-        terminal.process.send_signal(signal.SIGINT)
-        assert terminal.finish() == 0
-    assert terminal.shown.endswith(b"\x1b[?7h\x1b[?25h\x1b[?1049l")
+        terminal.process.send_signal(number)
+        assert terminal.finish() == code
+    assert terminal.shown.endswith(b"\x1b[?25h\x1b[?1049l")
 
 
 def test_watch_survives_many_changes_of_the_size() -> None:
@@ -234,15 +237,6 @@ os.wait()
 """
     argv = [sys.executable, "-c", program]
     subprocess.run(argv, stdout=subprocess.DEVNULL, check=True, timeout=TEST_TIMEOUT)
-
-
-def test_watch_that_is_terminated_restores_the_terminal(save: Save) -> None:
-    save("one-a")
-    with Terminal([*COMMAND, "list", "--watch"]) as terminal:
-        terminal.read_until(b"one-a")
-        terminal.process.terminate()
-        assert terminal.finish() == 143
-    assert terminal.shown.endswith(b"\x1b[?25h\x1b[?1049l")
 
 
 def test_watch_without_terminal_prints_changes_only(

@@ -136,20 +136,6 @@ def test_config_file_that_another_user_could_write_is_ignored_with_one_line(
 
 
 @needs_root
-def test_broken_config_files_of_other_users_in_parent_directories_are_skipped(
-    tmp_path: Path,
-) -> None:
-    tmp_path.chmod(0o1777)
-    for name, text in (("clusterjob.toml", "[[["), ("pyproject.toml", "[tool.clusterjob]\n[[[")):
-        (tmp_path / name).write_text(text)
-        os.chown(tmp_path / name, NOBODY, NOBODY)
-    (tmp_path / "work").mkdir()
-    assert find_files(tmp_path / "work") == []
-    (tmp_path / "pyproject.toml").write_text("[project]\nname = 'clusterjob-notes'\n")
-    assert find_files(tmp_path / "work") == []
-
-
-@needs_root
 @pytest.mark.parametrize("name", ["clusterjob.toml", "pyproject.toml"])
 @pytest.mark.parametrize("kind", ["unreadable", "nested", "huge", "link"])
 def test_hostile_config_file_of_another_user_in_parent_directory_is_skipped(
