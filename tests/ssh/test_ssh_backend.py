@@ -111,6 +111,9 @@ def test_git_answers_beside_file_and_files_written_there_are_named(site: Site) -
 def test_job_files_on_host_are_private_and_token_is_not_exposed(site: Site) -> None:
     record = site.submit(SLEEPER)
     wait_for_lines(record, "up 0", "up 1")
+    elapsed = polling.status(record).elapsed  # by the clock of the host
+    assert elapsed is not None
+    assert 0 <= elapsed < TEST_TIMEOUT
     token = (record.job_dir / "token").read_text()
     for host in ("gpu1", "gpu2"):
         place = site.remote_dir(record, host)

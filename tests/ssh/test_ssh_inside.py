@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import re
 
 import pytest
 from inside_job import LEFT, Inside, get
@@ -27,6 +28,13 @@ def on_host(site: Site, host: str, text: str) -> list[int]:
     return [pid for pid in site.ssh_network.hosts[host].pids() if text in command_line(pid)]
 
 
+def sampled_ranks(site: Site, job: Inside) -> list[set[int]]:
+    """Return the ranks of the newest sample of each node."""
+    _, out, _ = site.run("metrics", job.id, "--json")
+    nodes = json.loads(out)["nodes"] if out else []
+    return [{one["rank"] for one in node["samples"][-1]["workers"]} for node in nodes]
+
+
 def cancel(site: Site, job: Inside) -> None:
     site.run("cancel", job.id, code=0)
 
@@ -40,13 +48,14 @@ def test_exec_runs_on_host_of_rank_and_killed_client_leaves_nothing(site: Site) 
 
 
 @pytest.mark.slow
-def test_exec_on_all_hosts_and_beside_an_unreachable_one(site: Site) -> None:
+def test_exec_and_metrics_on_all_hosts_and_beside_an_unreachable_one(site: Site) -> None:
     job = started(site)
     out, _ = job.exec("--all", "--", "bash", "-c", "echo $RANK $(uname -n)")
     assert sorted(out.decode().splitlines()) == ["[node 0] 0 gpu1", "[node 1] 2 gpu2"]
     data = os.urandom(50_000_000)
     out, _ = job.exec("cat", data=data)
     assert hashlib.sha256(out).digest() == hashlib.sha256(data).digest()
+    wait_until(lambda: sampled_ranks(site, job) == [{0, 1}, {2, 3}], TEST_TIMEOUT, "samples")
     site.ssh_network.hosts["gpu2"].stop()
     try:
         _, err = job.exec("--node", "1", "true", code=255)
@@ -55,6 +64,9 @@ def test_exec_on_all_hosts_and_beside_an_unreachable_one(site: Site) -> None:
         out, err = job.exec("--all", "uname", "-n", code=255)
         assert out == b"[node 0] gpu1\n"
         assert err.decode().startswith("clusterjob: gpu2: ")
+        _, out, err = site.run("metrics", job.id, "--json", code=0)
+        assert len(json.loads(out)["nodes"]) == 2, "what was copied before"
+        assert re.fullmatch("clusterjob: .*gpu2.*\n", err)
     finally:
         site.ssh_network.hosts["gpu2"].start()
     cancel(site, job)
