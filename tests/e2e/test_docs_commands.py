@@ -19,6 +19,7 @@ from pathlib import Path
 
 import pytest
 from docs_commands import TRAIN, Shell, blocks
+from hooked import lines_by_rank
 from launching import ROOT, free_port, write_tree
 from login_user import Laptop
 from namespaces import Machine
@@ -42,12 +43,6 @@ def ranks(output: str, *, of: int, words: str = "") -> bool:
     """Return whether each rank printed its line once."""
     found = re.findall(rf"rank (\d+) of {of}{words}$", output, re.MULTILINE)
     return sorted(map(int, found)) == list(range(of))
-
-
-def labelled(output: str, line: str) -> list[int]:
-    """Return the ranks in the labels before a line, such as `[0-15]`."""
-    labels = re.findall(rf"^\[(\d+)(?:-(\d+))?\] {line}$", output, re.MULTILINE)
-    return sorted(rank for low, high in labels for rank in range(int(low), int(high or low) + 1))
 
 
 def outputs(shell: Shell, environ: dict[str, str] | None = None) -> list[str]:
@@ -142,7 +137,7 @@ def test_launch_commands_of_reference_page_join_two_nodes(
 def test_rehearsal_of_readme_script_shows_losses(shell: Shell) -> None:
     shell.write("train.py", blocks("README.md", "python")[0])
     out = shell(shell.left[0]).out
-    assert labelled(out, "ready") == [0, 1, 2, 3]
+    assert {f"[{rank}] ready" for rank in range(4)} <= {*lines_by_rank(out)}
     losses = re.findall(r"^\[0\] step (\d) loss \d\.\d{3}$", out, re.MULTILINE)
     assert losses == ["0", "1", "2"]
 

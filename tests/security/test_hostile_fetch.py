@@ -19,7 +19,7 @@ import pytest
 from hostile_host import Answer, exchange
 from launching import write_tree
 
-from clusterjob.errors import HostError
+from clusterjob.errors import ClusterJobError, HostError
 from clusterjob.remote.fetch import Fetch, Fetched, Request
 
 IN_2100 = 4102444800 * 10**9
@@ -62,13 +62,14 @@ def fetch(
     target: Path,
     *paths: str,
     sent: Mapping[str, str] | None = None,
+    agree: bool = False,
     max_files: int = 1000,
     max_bytes: int = 1 << 30,
 ) -> Fetched:
     """Fetch into a directory; `sent` has the digests of the code that was sent from there."""
     target.parent.mkdir(parents=True, exist_ok=True)
     request = Request(
-        "x-1", "code", paths or ["."], target=target, may_replace=lambda _: False,
+        "x-1", "code", paths or ["."], target=target, may_replace=lambda _: agree,
         max_files=max_files, max_bytes=max_bytes, sent=sent or {},
         notes=target.with_name("notes.json"),
     )  # fmt: skip
@@ -178,6 +179,39 @@ def test_code_found_equal_by_earlier_fetch_is_not_replaced(here: Path) -> None:
         done = fetch(sender(file("train.py", text)), here, sent=SENT)
         assert (done.written, done.kept) == ([], kept)
         assert (here / "train.py").read_text() == "mine\n"
+
+
+def test_second_fetch_writes_only_changed_files(tmp_path: Path) -> None:
+    here = tmp_path / "here"
+    first = [file("large", "x" * 1000, mtime=1), file("small", "0", mtime=1), link("l", "small")]
+    assert fetch(sender(*first), here).written == ["large", "small", "l"]
+    before = {path: path.lstat().st_ino for path in here.iterdir()}
+    done = fetch(sender(*first), here)
+    assert (done.written, done.unchanged) == ([], 3)
+    assert {path: path.lstat().st_ino for path in here.iterdir()} == before
+    changed = [file("large", "x" * 1000, mtime=2), file("small", "more", mtime=2), first[2]]
+    assert fetch(sender(*changed), here).written == ["small"]
+    assert (here / "small").read_text() == "more"
+
+
+def test_file_changed_here_is_replaced_only_with_consent(tmp_path: Path) -> None:
+    here = tmp_path / "here"
+    fetch(sender(file("a")), here)
+    (here / "a").write_text("mine")
+    for agree, text in ((False, "mine"), (True, "evil")):
+        done = fetch(sender(file("a")), here, agree=agree)
+        assert (done.kept, done.written) == (([], ["a"]) if agree else (["a"], []))
+        assert (here / "a").read_text() == text
+
+
+def test_fetch_does_not_write_through_a_link_of_this_machine(tmp_path: Path) -> None:
+    here, elsewhere = tmp_path / "here", tmp_path / "elsewhere"
+    here.mkdir()
+    elsewhere.mkdir()
+    (here / "runs").symlink_to(elsewhere)
+    with pytest.raises(ClusterJobError, match="outside of the requested paths: 'runs/"):
+        fetch(sender(file("runs/a")), here, "runs")
+    assert not list(elsewhere.iterdir())
 
 
 def test_modes_of_fetched_files_do_not_exceed_umask(tmp_path: Path) -> None:

@@ -49,21 +49,13 @@ def test_stacks_of_16_ranks_in_2_steps_are_read_and_saved_before_scancel(user: U
 
 
 @pytest.mark.slow
-def test_stacks_of_tasks_of_srun(user: User) -> None:
-    options = ("--launcher", "srun", "--python", sys.executable)
-    job_id = user.submit(WAITING, "--nodes", "2", "--nproc-per-node", "2", *options)
-    user.wait_for(*(f"up{rank}" for rank in range(4)))
-    job = Inside(job_id, user.directory)
-    check_stacks(job, 4, [HOST] * 2)
-    user("cancel", job.id)
-
-
-@pytest.mark.slow
 def test_workers_of_srun_and_elements_of_arrays_are_found(user: User) -> None:
-    job = started(user, "--launcher", "srun", text=SLEEPER.replace('"RANK"', '"SLURM_PROCID"').replace("'RANK'", "'SLURM_PROCID'"))  # fmt: skip  # noqa: E501
+    options = ("--launcher", "srun", "--python", sys.executable)
+    job = started(user, *options, text=WAITING)
     assert job.shell("echo $RANK $SLURMD_NODENAME", "--rank", "3") == "3 n2\n"
     _, err = job.exec("--rank", "4", "true", code=2)
     assert b"has no rank 4" in err
+    check_stacks(job, 4, [HOST] * 2)
     user("cancel", job.id)
     text = GUEST.replace(
         "f\"up{os.environ['RANK']}\"", "'at' + os.environ['CLUSTERJOB_ARRAY_INDEX']"
