@@ -52,23 +52,27 @@ def assert_harmless(text: str) -> None:
 # -- sanitize() ----------------------------------------------------------------------------------
 
 
-def test_sanitize_escapes_control_characters() -> None:
-    assert sanitize("a\x1b]0;t\x07b") == r"a\x1b]0;t\x07b"
-    assert sanitize("a\r\nb\u202ec\ud800") == r"a\r\nb\u202ec\ud800"
-    assert sanitize("Zürich \u2603 \u05d0\tx") == "Zürich \u2603 \u05d0\tx"
-
-
-def test_sanitize_with_lines_keeps_line_breaks() -> None:
-    assert sanitize("a\nb\x1b[2J\n", lines=True) == "a\nb\\x1b[2J\n"
-
-
-def test_sanitize_removes_colours_or_keeps_and_resets_them() -> None:
-    assert sanitize("\x1b[1;31mred\x1b[0m") == "red"
-    assert sanitize("\x1b[1;31mred", colours=True) == "\x1b[1;31mred\x1b[0m"
-    assert sanitize("\x1b[1;31mred\x1b[0m!", colours=True) == "\x1b[1;31mred\x1b[0m!"
-    assert (
-        sanitize("\x1b[2Ka\x1b[1A\x1b]8;;http://x\x07b", colours=True) == r"a\x1b]8;;http://x\x07b"
-    )
+@pytest.mark.parametrize(
+    ("text", "options", "shown"),
+    [
+        ("a\x1b]0;t\x07b", {}, r"a\x1b]0;t\x07b"),
+        ("a\r\nb\u202ec\ud800", {}, r"a\r\nb\u202ec\ud800"),
+        ("Zürich \u2603 \u05d0\tx", {}, "Zürich \u2603 \u05d0\tx"),
+        ("a\nb\x1b[2J\n", {"lines": True}, "a\nb\\x1b[2J\n"),
+        ("\x1b[1;31mred\x1b[0m", {}, "red"),
+        ("\x1b[1;31mred", {"colours": True}, "\x1b[1;31mred\x1b[0m"),
+        ("\x1b[1;31mred\x1b[0m!", {"colours": True}, "\x1b[1;31mred\x1b[0m!"),
+        (
+            "\x1b[2Ka\x1b[1A\x1b]8;;http://x\x07b",
+            {"colours": True},
+            r"a\x1b]8;;http://x\x07b",
+        ),
+    ],
+)
+def test_control_characters_are_escaped_and_colours_removed_or_reset(
+    text: str, options: dict[str, bool], shown: str
+) -> None:
+    assert sanitize(text, **options) == shown
 
 
 @given(

@@ -16,56 +16,20 @@ import paramiko
 import pytest
 from procs import wait_until
 from ssh_network import SshNetwork, checked_output
+from sshsite import hostname, refusal, run
 
 from clusterjob.core.hosts import Host, parse_hosts
 from clusterjob.errors import HostError
 from clusterjob.remote import host_keys
 from clusterjob.remote.pool import Pool, TaskOutcome, for_each
 from clusterjob.remote.session import Session
-from clusterjob.remote.transport import Connection, ConnectOptions
+from clusterjob.remote.transport import ConnectOptions
 
 # Seconds; timeout of a phase in tests in which no server answers. Twice this timeout is less than
 # the 2 s that paramiko waits for a second line.
 SILENT = 0.75
 SHORT = 3.0  # seconds; timeout of a phase in tests in which a server answers some phases
 BOUND = 15.0  # seconds; a phase with timeout SILENT ends earlier, even on a busy machine
-
-
-@pytest.fixture
-def warnings() -> list[str]:
-    return []
-
-
-@pytest.fixture
-def pool(ssh_network: SshNetwork, warnings: list[str]) -> Iterator[Pool]:
-    pool = Pool(ConnectOptions(10.0, warnings.append, ssh_config=ssh_network.config))
-    yield pool
-    pool.close()
-
-
-def run(connection: Connection, command: str) -> tuple[int, bytes, bytes]:
-    """Run a command to its end; return its exit code, stdout and stderr."""
-    channel = connection.execute(command)
-    channel.shutdown_write()
-    out = b"".join(iter(lambda: channel.recv(1 << 16), b""))
-    code = channel.wait_for_exit()
-    err = channel.read_stderr()
-    channel.close()
-    return code, out, err
-
-
-def hostname(pool: Pool, text: str) -> str:
-    code, out, err = run(pool.connection(parse_hosts(text)[0]), "hostname")
-    assert code == 0, err
-    return out.decode().strip()
-
-
-def refusal(pool: Pool, text: str) -> HostError:
-    with pytest.raises(HostError) as caught:
-        pool.connection(parse_hosts(text)[0])
-    assert "\n" not in caught.value.message
-    assert caught.value.message.startswith(f"{text}: ")
-    return caught.value
 
 
 def attempts(ssh_network: SshNetwork, name: str) -> int:

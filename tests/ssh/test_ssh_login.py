@@ -5,6 +5,7 @@ The codes are those of pam_oath (HOTP, RFC 4226), so no test depends on the time
 
 from __future__ import annotations
 
+import contextlib
 import re
 import secrets
 import socket
@@ -17,7 +18,7 @@ from pathlib import Path
 import pytest
 from procs import TEST_TIMEOUT, wait_until
 from ssh_network import SshHost, SshNetwork, checked_output
-from sshsite import Site, close_connections
+from sshsite import Site, close_connections, hostname
 from terminals import Terminal
 
 from clusterjob.core.hosts import Host
@@ -130,13 +131,8 @@ def hosts_of(site: Site, *names: str) -> list[str]:
 def ask(host: str, transport: str, site: Site) -> None:
     """Make one connection to a host and close it."""
     options = ConnectOptions(10.0, ssh_config=site.ssh_network.config, transport=transport)
-    pool = Pool(options)
-    try:
-        channel = pool.connection(Host(host)).execute("echo done")
-        assert channel.recv(100) == b"done\n"
-        channel.close()
-    finally:
-        pool.close()
+    with contextlib.closing(Pool(options)) as pool:
+        assert hostname(pool, host) == host
 
 
 # -- one login for all commands ------------------------------------------------------------------
