@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from command_user import new_user  # noqa: F401  fixture
+from command_user import local_user, new_user  # noqa: F401  fixtures
 from hypothesis import settings
 from launching import is_job_variable
 from login_user import laptop  # noqa: F401  fixture
@@ -43,7 +43,7 @@ from slurm_user import (  # noqa: F401  fixtures
     user_accounted,
 )
 from ssh_network import SshNetwork, python_without_torch, require_ssh_network, ssh_network_in
-from sshsite import full_disk, site  # noqa: F401  fixtures
+from sshsite import full_disk, pool, site, warnings  # noqa: F401  fixtures
 from volc_platform import volc, volc_machines  # noqa: F401  fixtures
 
 from clusterjob.core import node_zip

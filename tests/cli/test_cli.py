@@ -15,28 +15,19 @@ import subprocess
 import sys
 import textwrap
 import time
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
+from command_user import END_TIMEOUT, CommandUser
 from commands import CLUSTERJOB, PACKAGE
-from launching import finish
-from preloaded import Preloaded
-from procs import TEST_TIMEOUT, kill_all, own_processes, wait_for_no_processes, wait_until
+from launching import write_tree
+from procs import TEST_TIMEOUT, wait_for_no_processes, wait_until
+from slurm_user import SLEEPER
 
 from clusterjob.cli import main as command_line
 
 HOST = socket.gethostname()
-END_TIMEOUT = 15.0  # seconds; much longer than a job needs to end, because the machine may be busy
 
-# Each rank creates a file, then sleeps for ever.
-SLEEPER = """
-    import os, pathlib, time
-    print("line of", os.environ["RANK"], flush=True)
-    pathlib.Path(f"up{os.environ['RANK']}").touch()
-    time.sleep(1000)
-"""
 # Each rank creates a file, then waits for the file `leave`.
 WAITER = """
     import os, pathlib, time
@@ -51,121 +42,34 @@ WAITER = """
 """
 
 
-class Terminal:
-    """A user's shell in a directory."""
-
-    def __init__(self, directory: Path, commands: Preloaded) -> None:
-        self.directory = directory
-        self._commands = commands
-        self.home = Path(os.environ["CLUSTERJOB_HOME"])
-        self.running: list[subprocess.Popen[str]] = []
-
-    def path(self, name: str) -> Path:
-        return self.directory / name
-
-    def script(self, text: str, name: str = "script.py") -> str:
-        self.path(name).write_text(textwrap.dedent(text))
-        return name
-
-    def __call__(self, *args: str, code: int = 0) -> subprocess.CompletedProcess[str]:
-        """Run a command; fail the test unless it exits with the given code."""
-        argv = ["-m", "clusterjob", *args]
-        done = finish(self._commands.start_program(argv, self.directory, os.environ))
-        assert done.code == code, f"exit code {done.code}\n{done.out}\n{done.err}"
-        assert PACKAGE not in done.err, f"a traceback of ours\n{done.err}"
-        return subprocess.CompletedProcess(argv, done.code, done.out, done.err)
-
-    def start(self, *args: str, **options: Any) -> subprocess.Popen[str]:
-        """Start a command; `output` returns what it has written."""
-        number = len(self.running)
-        with (
-            self._output(number, "out").open("w") as out,
-            self._output(number, "err").open("w") as err,
-        ):
-            process = subprocess.Popen(
-                [*CLUSTERJOB, *args],
-                text=True,
-                cwd=self.directory,
-                stdin=subprocess.DEVNULL,
-                stdout=out,
-                stderr=err,
-                **options,
-            )
-        self.running.append(process)
-        return self.running[-1]
-
-    def output(self, process: subprocess.Popen[str]) -> tuple[str, str]:
-        """Return what a started command has written to stdout and to stderr so far."""
-        number = self.running.index(process)
-        return self._output(number, "out").read_text(), self._output(number, "err").read_text()
-
-    def _output(self, number: int, stream: str) -> Path:
-        return self.directory.parent / f"command{number}.{stream}"
-
-    def wait_for_output(self, process: subprocess.Popen[str], text: str, count: int = 1) -> None:
-        """Wait until a text is shown: then the command follows its job."""
-        wait_until(lambda: self.output(process)[0].count(text) == count, TEST_TIMEOUT, text)
-
-    def submit(self, text: str, *options: str) -> str:
-        return self("submit", *options, self.script(text)).stdout.strip()
-
-    def only_job(self) -> dict[str, Any]:
-        """Return the only job in the list; fail if there are several."""
-        [job] = json.loads(self("list", "--json").stdout)["jobs"]
-        return job
-
-    def wait_for(self, *names: str) -> None:
-        wait_until(
-            lambda: all(self.path(name).exists() for name in names), TEST_TIMEOUT, f"files {names}"
-        )
-
-
-@pytest.fixture
-def terminal(
-    tmp_path: Path, plain_python: str, preloaded_commands: Preloaded
-) -> Iterator[Terminal]:
-    directory = tmp_path / "work"
-    directory.mkdir()
-    user = Terminal(directory, preloaded_commands)
-    yield user
-    try:
-        wait_for_no_processes(END_TIMEOUT)
-    finally:
-        kill_all(own_processes())
-        for process in user.running:
-            process.wait(TEST_TIMEOUT)
-
-
 # -- starting jobs ---------------------------------------------------------------------------------
 
 
-def test_submit_prints_only_job_id_and_detaches(terminal: Terminal) -> None:
-    done = terminal("submit", "--nodes", "2", terminal.script(WAITER))
-    assert re.fullmatch(r"script-[a-z2-9]{6}\n", done.stdout)
-    assert done.stderr == ""
-    terminal.wait_for("up0", "up1")
-    assert terminal.only_job()["state"] == "RUNNING"
-    terminal.path("leave").touch()
-    job_id = done.stdout.strip()
-    done = terminal("wait", job_id)
-    assert (done.stdout, done.stderr) == ("", f"clusterjob: job {job_id} SUCCEEDED\n")
-
-
-def test_submit_json_describes_job(terminal: Terminal) -> None:
-    done = terminal("submit", "--json", "--name", "a name", terminal.script(""))
+def test_submit_prints_only_job_id_or_json_and_detaches(local_user: CommandUser) -> None:
+    done = local_user("submit", "--json", "--name", "a name", local_user.script(""))
     result = json.loads(done.stdout)
     assert (result["schema"], result["cluster"], result["backend"]) == (1, "local", "local")
     assert result["id"].startswith("a-name-")
     assert Path(result["job_dir"]).is_dir()
-    terminal("wait", result["id"])
+    local_user("wait", result["id"])
+    local_user("clean", "--all", "--yes")
+    done = local_user("submit", "--nodes", "2", local_user.script(WAITER, "script2.py"))
+    assert re.fullmatch(r"script2-[a-z2-9]{6}\n", done.stdout)
+    assert done.stderr == ""
+    local_user.wait_for("up0", "up1")
+    assert local_user.only_job()["state"] == "RUNNING"
+    local_user.path("leave").touch()
+    job_id = done.stdout.strip()
+    done = local_user("wait", job_id)
+    assert (done.stdout, done.stderr) == ("", f"clusterjob: job {job_id} SUCCEEDED\n")
 
 
 @pytest.mark.parametrize("code", [0, 3])
-def test_run_exits_with_exit_code_of_job(terminal: Terminal, code: int) -> None:
-    script = terminal.script(
+def test_run_exits_with_exit_code_of_job(local_user: CommandUser, code: int) -> None:
+    script = local_user.script(
         f"import sys; print('to stdout'); print('to stderr', file=sys.stderr); sys.exit({code})"
     )
-    done = terminal("run", script, code=code)
+    done = local_user("run", script, code=code)
     assert done.stdout == "to stdout\n", (
         "the output of one worker has no labels, so that it can be piped on"
     )
@@ -173,7 +77,7 @@ def test_run_exits_with_exit_code_of_job(terminal: Terminal, code: int) -> None:
     state = "FAILED" if code else "SUCCEEDED"
     assert re.search(rf"^clusterjob: job script-\w+ {state}", done.stderr, re.MULTILINE)
     assert ("  logs: " in done.stderr) == bool(code)
-    assert terminal.only_job()["exit_code"] == code
+    assert local_user.only_job()["exit_code"] == code
 
 
 @pytest.mark.parametrize(
@@ -185,16 +89,16 @@ def test_run_exits_with_exit_code_of_job(terminal: Terminal, code: int) -> None:
     ids=["raise", "kill"],
 )
 def test_run_reports_failed_rank_and_cause(
-    terminal: Terminal, statement: str, code: int, signal_name: str | None, how: str
+    local_user: CommandUser, statement: str, code: int, signal_name: str | None, how: str
 ) -> None:
-    script = terminal.script(f"""
+    script = local_user.script(f"""
         import os, signal, sys, time
         if os.environ["RANK"] == "1":
             print("last words", file=sys.stderr, flush=True)
             {statement}
         time.sleep(1000)
     """)
-    done = terminal("run", "--nodes", "2", script, code=code)
+    done = local_user("run", "--nodes", "2", script, code=code)
     place = re.escape(f"rank 1 (node 1, local rank 0, host {HOST}): ")
     assert re.search(rf"^clusterjob: job \S+ FAILED: {place}.*{how}", done.stderr, re.MULTILINE)
     assert "\n  | last words\n" in done.stderr
@@ -203,97 +107,104 @@ def test_run_reports_failed_rank_and_cause(
         "rank": 1, "local_rank": 0, "node_rank": 1, "host": HOST, "exit_code": code,
         "signal": signal_name,
     }  # fmt: skip
-    assert terminal.only_job()["failure"].items() >= shown.items()
+    assert local_user.only_job()["failure"].items() >= shown.items()
 
 
-def test_submit_follow_exits_with_exit_code_of_job(terminal: Terminal) -> None:
-    done = terminal(
-        "submit", "--follow", terminal.script("print('hello'); raise SystemExit(4)"), code=4
+def test_submit_follow_exits_with_exit_code_of_job(local_user: CommandUser) -> None:
+    done = local_user(
+        "submit", "--follow", local_user.script("print('hello'); raise SystemExit(4)"), code=4
     )
     job_id, *rest = done.stdout.splitlines()
-    assert job_id == terminal.only_job()["id"]
+    assert job_id == local_user.only_job()["id"]
     assert rest == ["hello"]
     assert "FAILED" in done.stderr
 
 
-def test_run_accepts_module_and_command(terminal: Terminal) -> None:
-    terminal.path("package").mkdir()
-    terminal.script("import sys; print(__name__, sys.argv[1:])", "package/train.py")
-    done = terminal("run", "-m", "package.train", "--nodes", "7", "-m", "x")
-    assert done.stdout == "__main__ ['--nodes', '7', '-m', 'x']\n"
-    command = ["bash", "-c", 'echo "$0" "$1" $RANK', "--help", "a  b"]
-    assert terminal("run", "--name", "shell", "--", *command).stdout == "--help a  b 0\n"
+PRINTS = "import sys; print(__name__, sys.argv[1:])"
+PASSED = ["--nodes", "7", "-h", "--json", "--version", "--", "-m", "x", "", "a b", "☃"]
+VARIABLES = """
+    import os
+    print(*(os.environ[name] for name in "ABCD"))
+"""
+# The words of `run`, and what the program prints.
+RUNS = {
+    "module": (["-m", "package.train", "--nodes", "7", "-m", "x"], "__main__ {words[2:]}"),
+    "command": (
+        ["--name", "shell", "--", "bash", "-c", 'echo "$0" "$1" $RANK', "--help", "a  b"],
+        "--help a  b 0",
+    ),
+    "arguments": (["./--nodes.py", *PASSED], "__main__ {words[1:]}"),
+    "options before": (
+        ["--nodes=1", "--name", "-x", "./--nodes.py", "--nodes=9"],
+        "__main__ ['--nodes=9']",
+    ),
+    "not UTF-8": (["./--nodes.py", "\udcff"], "__main__ ['\\udcff']"),
+    "variables": (
+        ["--env", "B=x=y z", "--env", "D=", "--setup", "C=$C,flag", "variables.py"],
+        "file x=y z file,flag ",
+    ),
+}
 
 
-def test_arguments_after_script_are_passed_to_script(terminal: Terminal) -> None:
-    options = ["--nodes", "7", "-h", "--json", "--version", "--", "-m", "x", "", "a b", "☃"]
-    terminal.script("import sys; print(sys.argv[1:])", "--nodes.py")
-    assert terminal("run", "./--nodes.py", *options).stdout == f"{options}\n"
-    done = terminal("run", "--nodes=1", "--name", "-x", "./--nodes.py", "--nodes=9")
-    assert done.stdout == "['--nodes=9']\n"
-
-
-def test_workers_get_variables_of_command_line_and_file(terminal: Terminal) -> None:
-    terminal.path("clusterjob.toml").write_text(
-        '[defaults]\nenv = {A = "file", B = "file"}\nsetup = ["export C=file"]\n'
-    )
-    terminal("trust", "--yes")
-    script = terminal.script("import os; print(*(os.environ[name] for name in 'ABCD'))")
-    assert (
-        terminal("run", "--env", "B=x=y z", "--env", "D=", "--setup", "C=$C,flag", script).stdout
-        == "file x=y z file,flag \n"
-    )
+@pytest.mark.parametrize("name", RUNS)
+def test_run_gives_program_its_arguments_and_variables(local_user: CommandUser, name: str) -> None:
+    config = '[defaults]\nenv = {A = "file", B = "file"}\nsetup = ["export C=file"]\n'
+    files = {"package/train.py": PRINTS, "--nodes.py": PRINTS, "clusterjob.toml": config}
+    write_tree(local_user.directory, **files, **{"variables.py": textwrap.dedent(VARIABLES)})
+    local_user("trust", "--yes")
+    words, shown = RUNS[name]
+    expected = shown.replace("{words[2:]}", str(words[2:])).replace("{words[1:]}", str(words[1:]))
+    assert local_user("run", *words).stdout == f"{expected}\n"
 
 
 def test_run_without_gpus_uses_cpu_and_prints_one_line(
-    terminal: Terminal, monkeypatch: pytest.MonkeyPatch
+    local_user: CommandUser, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    script = terminal.script("import os; print(os.environ['CUDA_VISIBLE_DEVICES'] or 'none')")
-    done = terminal("run", "--gpus-per-node", "1", script)
+    script = local_user.script("import os; print(os.environ['CUDA_VISIBLE_DEVICES'] or 'none')")
+    done = local_user("run", "--gpus-per-node", "1", script)
     assert done.stdout == "none\n"
     assert len([line for line in done.stderr.splitlines() if "GPUs" in line and "CPU" in line]) == 1
     monkeypatch.setenv("CLUSTERJOB_REQUIRE_GPUS", "1")
-    done = terminal("run", "--gpus-per-node", "1", script, code=2)
-    assert "0 of the 1 GPUs" in done.stderr
-    assert "--no-require-gpus" in done.stderr
-    terminal("run", "--gpus-per-node", "1", "--no-require-gpus", script)
+    error = local_user("run", "--gpus-per-node", "1", script, code=2).stderr
+    assert ("0 of the 1 GPUs" in error, "--no-require-gpus" in error) == (True, True)
+    local_user("run", "--gpus-per-node", "1", "--no-require-gpus", script)
 
 
 # -- the plan --------------------------------------------------------------------------------------
 
 
-def test_render_prints_plan_and_writes_no_file(terminal: Terminal) -> None:
+def test_render_prints_plan_and_writes_no_file(local_user: CommandUser) -> None:
     options = ("--nodes", "2", "--env", "A=it's", "--setup", "module load cuda", "--mem", "1G")
     texts = []
     for command in (["render"], ["submit", "--dry-run"]):
-        done = terminal(*command, *options, terminal.script(""), "--flag")
+        done = local_user(*command, *options, local_user.script(""), "--flag")
         assert done.stderr == "clusterjob: --mem is not enforced on this machine\n"
         texts.append(re.sub(r"script-[a-z2-9]{6}", "ID", done.stdout))
     assert texts[0] == texts[1]
-    script = f"{terminal.home}/jobs/ID/node.sh"
+    script = f"{local_user.home}/jobs/ID/node.sh"
     for part in (f"### {script} (0700)\n#!/usr/bin/env bash\n", "module load cuda", "export A="):
         assert part in texts[0]
     assert texts[0].splitlines()[-2:] == [
         f"CLUSTERJOB_NODE_RANK={rank} bash {script}" for rank in (0, 1)
     ]
-    assert not terminal.home.exists()
+    assert not local_user.home.exists()
 
 
 # -- status, list, logs, cancel --------------------------------------------------------------------
 
 
-def test_status_and_list_show_jobs_in_all_states(terminal: Terminal) -> None:
-    assert terminal("status").stdout == ""
-    assert "no job" in terminal("status").stderr
-    assert json.loads(terminal("list", "--json").stdout) == {"schema": 1, "jobs": []}
-    good = terminal.submit("", "--name", "good")
-    terminal("wait", good)
-    bad = terminal.submit("raise SystemExit(3)", "--name", "bad")
-    terminal("wait", bad, code=3)
-    running = terminal.submit(SLEEPER, "--name", "running")
-    terminal.wait_for("up0")
-    jobs = json.loads(terminal("list", "--json").stdout)["jobs"]
+def test_status_and_list_show_jobs_in_all_states(local_user: CommandUser) -> None:
+    assert local_user("status").stdout == ""
+    assert "no job" in local_user("status").stderr
+    assert json.loads(local_user("list", "--json").stdout) == {"schema": 1, "jobs": []}
+    good = local_user.submit("", "--name", "good")
+    local_user("wait", good)
+    bad = local_user.submit("raise SystemExit(3)", "--name", "bad")
+    local_user("wait", bad, code=3)
+    running = local_user.submit(SLEEPER, "--name", "running")
+    local_user.wait_for("up0")
+    jobs = json.loads(local_user("list", "--json").stdout)["jobs"]
     assert [(job["id"], job["state"], job["exit_code"]) for job in jobs] == [
         (running, "RUNNING", None),
         (bad, "FAILED", 3),
@@ -306,25 +217,27 @@ def test_status_and_list_show_jobs_in_all_states(terminal: Terminal) -> None:
         }.items()  # fmt: skip
         assert re.fullmatch(r"\d{4}-\d\d-\d\dT[\d:]{8}\.\d+Z", job["started_at"])
         assert (job["ended_at"] is None) == (job["state"] == "RUNNING")
-    assert [row.split()[0] for row in terminal("status").stdout.splitlines()[1:]] == [running], (
+    assert [row.split()[0] for row in local_user("status").stdout.splitlines()[1:]] == [running], (
         "without ids, those that have not ended"
     )
-    table = terminal("status", bad, good).stdout
+    table = local_user("status", bad, good).stdout
     assert [row.split()[0] for row in table.splitlines()[:3]] == ["ID", bad, good]
     assert f"{bad} FAILED: rank 0" in table
-    terminal("cancel", running)
+    local_user("cancel", running)
 
 
 def test_script_with_syntax_error_is_reported_but_runs_under_other_interpreter(
-    terminal: Terminal,
+    local_user: CommandUser,
 ) -> None:
-    done = terminal("run", terminal.script("print(1)\ndef f(:\n"), code=1)
+    done = local_user("run", local_user.script("print(1)\ndef f(:\n"), code=1)
     assert "clusterjob: script.py, line 2: SyntaxError: " in done.stderr.splitlines()[0]
     assert "FAILED: rank 0" in done.stderr
 
 
-def test_logs_follow_ends_with_the_job_and_shows_unfinished_line_whole(terminal: Terminal) -> None:
-    job_id = terminal.submit(
+def test_logs_follow_ends_with_the_job_and_shows_unfinished_line_whole(
+    local_user: CommandUser,
+) -> None:
+    job_id = local_user.submit(
         """
         import os, time
         print("whole line", flush=True)
@@ -335,27 +248,27 @@ def test_logs_follow_ends_with_the_job_and_shows_unfinished_line_whole(terminal:
         raise SystemExit(5)
         """
     )
-    following = terminal.start("logs", "-f", "--tail", "5", job_id)
-    terminal.wait_for_output(following, "whole line")
+    following = local_user.start("logs", "-f", "--tail", "5", job_id)
+    local_user.wait_for_output(following, "whole line")
     assert following.poll() is None
-    terminal.path("leave").touch()
+    local_user.path("leave").touch()
     assert following.wait(TEST_TIMEOUT) == 5
-    out, err = terminal.output(following)
+    out, err = local_user.output_of(following)
     assert out == "whole line\nfirst half second half\n"
     assert re.search(r"^clusterjob: job \S+ FAILED: rank", err, re.MULTILINE)
 
 
-def test_cancel_ends_job_of_run_in_another_terminal(terminal: Terminal) -> None:
-    running = terminal.start("run", "--nodes", "2", terminal.script(SLEEPER))
-    terminal.wait_for("up0", "up1")
-    job_id = terminal.only_job()["id"]
-    done = terminal("cancel", job_id)
+def test_cancel_ends_job_of_run_in_another_terminal(local_user: CommandUser) -> None:
+    running = local_user.start("run", "--nodes", "2", local_user.script(SLEEPER))
+    local_user.wait_for("up0", "up1")
+    job_id = local_user.only_job()["id"]
+    done = local_user("cancel", job_id)
     assert (done.stdout, done.stderr) == ("", f"clusterjob: job {job_id} is cancelled\n")
     assert running.wait(TEST_TIMEOUT) == 143
-    assert "CANCELLED" in terminal.output(running)[1]
-    job = terminal.only_job()
+    assert "CANCELLED" in local_user.output_of(running)[1]
+    job = local_user.only_job()
     assert (job["state"], job["exit_code"], job["failure"]) == ("CANCELLED", 143, None)
-    assert "had ended already" in terminal("cancel", job_id).stderr
+    assert "had ended already" in local_user("cancel", job_id).stderr
 
 
 # -- interruptions ---------------------------------------------------------------------------------
@@ -384,21 +297,21 @@ sys.meta_path.insert(0, Interrupter())
     ],
 )
 def test_ctrl_c_during_startup_prints_no_traceback(
-    terminal: Terminal, tmp_path: Path, command: str, module: str
+    local_user: CommandUser, tmp_path: Path, command: str, module: str
 ) -> None:
     (tmp_path / "sitecustomize.py").write_text(INTERRUPTER)
     path = f"{tmp_path}:{os.environ['PYTHONPATH']}"
     variables = os.environ | {"PYTHONPATH": path, "INTERRUPT_AT": module}
-    program = [] if command == "list" else [terminal.script("")]
-    process = terminal.start(command, *program, env=variables)
+    program = [] if command == "list" else [local_user.script("")]
+    process = local_user.start(command, *program, env=variables)
     assert process.wait(TEST_TIMEOUT) == 130
-    assert "Traceback" not in terminal.output(process)[1]
-    assert len(terminal.output(process)[1].splitlines()) <= 1
+    assert "Traceback" not in local_user.output_of(process)[1]
+    assert len(local_user.output_of(process)[1].splitlines()) <= 1
 
 
 @pytest.mark.parametrize("how", ["fork", "exec", "shell"])
-def test_ctrl_c_raises_keyboard_interrupt_in_each_rank(terminal: Terminal, how: str) -> None:
-    script = terminal.script("""
+def test_ctrl_c_raises_keyboard_interrupt_in_each_rank(local_user: CommandUser, how: str) -> None:
+    script = local_user.script("""
         import os, time
         rank = os.environ["RANK"]
         try:
@@ -414,21 +327,21 @@ def test_ctrl_c_raises_keyboard_interrupt_in_each_rank(terminal: Terminal, how: 
         if how == "shell"
         else ["--start", how, script]
     )
-    running = terminal.start("run", "--nodes", "2", "--grace", "60", *program)
-    terminal.wait_for_output(running, "up", count=2)
+    running = local_user.start("run", "--nodes", "2", "--grace", "60", *program)
+    local_user.wait_for_output(running, "up", count=2)
     running.send_signal(signal.SIGINT)
     assert running.wait(TEST_TIMEOUT) == 130
-    assert sorted(terminal.output(running)[0].splitlines()) == [
+    assert sorted(local_user.output_of(running)[0].splitlines()) == [
         f"[{rank}] {line} {rank}" for rank in (0, 1) for line in ("saved", "up")
     ]
-    assert "interrupting" in terminal.output(running)[1]
-    assert PACKAGE not in terminal.output(running)[1]
-    job = terminal.only_job()
+    assert "interrupting" in local_user.output_of(running)[1]
+    assert PACKAGE not in local_user.output_of(running)[1]
+    job = local_user.only_job()
     assert (job["state"], job["reason"]) == ("CANCELLED", "cancelled")
 
 
-def test_second_ctrl_c_kills_slow_workers(terminal: Terminal) -> None:
-    script = terminal.script("""
+def test_second_ctrl_c_kills_slow_workers(local_user: CommandUser) -> None:
+    script = local_user.script("""
         import signal, time
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
         signal.signal(signal.SIGINT, lambda *_: print("interrupted"))
@@ -436,52 +349,56 @@ def test_second_ctrl_c_kills_slow_workers(terminal: Terminal) -> None:
         while True:
             time.sleep(0.05)
     """)
-    running = terminal.start("run", "--grace", "1000", script)
-    terminal.wait_for_output(running, "up")
+    running = local_user.start("run", "--grace", "1000", script)
+    local_user.wait_for_output(running, "up")
     running.send_signal(signal.SIGINT)
-    terminal.wait_for_output(running, "interrupted")
+    local_user.wait_for_output(running, "interrupted")
     time.sleep(0.6)  # two signals within 0.5 s count as one keystroke
     running.send_signal(signal.SIGINT)
     assert running.wait(TEST_TIMEOUT) == 130
-    assert PACKAGE not in terminal.output(running)[1]
+    assert PACKAGE not in local_user.output_of(running)[1]
 
 
 @pytest.mark.parametrize("command", ["submit --follow", "logs -f"])
-def test_ctrl_c_while_following_logs_does_not_cancel_job(terminal: Terminal, command: str) -> None:
-    program = terminal.script(SLEEPER) if command.startswith("submit") else terminal.submit(SLEEPER)
-    watching = terminal.start(*command.split(), program)
-    terminal.wait_for_output(watching, "line of 0")
+def test_ctrl_c_while_following_logs_does_not_cancel_job(
+    local_user: CommandUser, command: str
+) -> None:
+    program = (
+        local_user.script(SLEEPER) if command.startswith("submit") else local_user.submit(SLEEPER)
+    )
+    watching = local_user.start(*command.split(), program)
+    local_user.wait_for_output(watching, "line of 0")
     watching.send_signal(signal.SIGINT)
     assert watching.wait(TEST_TIMEOUT) == 130
-    assert PACKAGE not in terminal.output(watching)[1]
-    job = terminal.only_job()
+    assert PACKAGE not in local_user.output_of(watching)[1]
+    job = local_user.only_job()
     assert job["state"] == "RUNNING"
-    terminal("cancel", job["id"])
+    local_user("cancel", job["id"])
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM, signal.SIGHUP])
-def test_killed_run_leaves_no_processes(terminal: Terminal, number: signal.Signals) -> None:
-    script = terminal.script(
+def test_killed_run_leaves_no_processes(local_user: CommandUser, number: signal.Signals) -> None:
+    script = local_user.script(
         "import signal; signal.signal(signal.SIGHUP, signal.SIG_IGN)\n" + textwrap.dedent(SLEEPER)
     )
-    running = terminal.start("run", "--nodes", "2", script)
-    terminal.wait_for("up0", "up1")
+    running = local_user.start("run", "--nodes", "2", script)
+    local_user.wait_for("up0", "up1")
     running.send_signal(number)
     running.wait(TEST_TIMEOUT)
     wait_for_no_processes(END_TIMEOUT)
-    job = terminal.only_job()
+    job = local_user.only_job()
     assert job["state"] == "CANCELLED"
     assert job["reason"] == "the command that ran the job is gone"
 
 
-def test_run_killed_during_setup_leaves_no_processes(terminal: Terminal) -> None:
+def test_run_killed_during_setup_leaves_no_processes(local_user: CommandUser) -> None:
     setup = 'touch "in$CLUSTERJOB_NODE_RANK"; sleep 1000'
-    running = terminal.start("run", "--nodes", "2", "--setup", setup, terminal.script(""))
-    terminal.wait_for("in0", "in1")
+    running = local_user.start("run", "--nodes", "2", "--setup", setup, local_user.script(""))
+    local_user.wait_for("in0", "in1")
     running.kill()
     running.wait(TEST_TIMEOUT)
     wait_for_no_processes(END_TIMEOUT)
-    assert terminal.only_job()["state"] in ("CANCELLED", "LOST")
+    assert local_user.only_job()["state"] in ("CANCELLED", "LOST")
 
 
 # -- usage errors ----------------------------------------------------------------------------------
@@ -493,7 +410,10 @@ FILES = {
     "folder/broken.py": "  x\ny",
     "train.sh": "#!/bin/bash\necho hello\n",
     "unquoted.j2": "#!/bin/bash\n\ncd {{ workdir }}\n",
+    "pyproject.toml": "[project]\nname = 'x'\n",
 }
+SSH = ["--hosts", "gpu1.invalid"]
+LOGIN = ["submit", "--login", "login1.invalid"]
 USAGE = {
     "no script": (
         ["submit", "scirpt.py"],
@@ -645,26 +565,134 @@ USAGE = {
     "no id": (["exec"], "Missing argument", "--help"),
     "no job": (["logs", "-f"], "no job is recorded", "`clusterjob submit train.py`"),
     "tail": (["logs", "x", "--tail", "-1"], "--tail", "--help"),
+    "wrong seconds of hosts": (
+        ["hosts", *SSH, "--set", "connect_timeout=abc"],
+        "connect_timeout: 'abc' is not a number of seconds",
+        "--help",
+    ),
+    "wrong seconds for a login host": (
+        [*LOGIN, "--set", "connect_timeout=abc", "script.py"],
+        "connect_timeout: 'abc' is not a number of seconds",
+        "--help",
+    ),
+    "unknown option of hosts": (
+        ["hosts", *SSH, "--set", "conect_timeout=3"],
+        "unknown option 'conect_timeout' for the ssh cluster (--set)",
+        "the options are ssh_config, connect_timeout",
+    ),
+    "partition of hosts": (
+        ["render", *SSH, "--partition", "gpu", "script.py"],
+        "unknown option 'partition' for the ssh cluster (--partition or --set)",
+        "ssh_config",
+    ),
+    "relative home": (
+        ["render", *SSH, "--set", "remote_home=jobs", "script.py"],
+        "remote_home: 'jobs' is not an absolute path",
+        "/scratch/me",
+    ),
+    "relative home of hosts": (
+        ["hosts", *SSH, "--set", "remote_home=jobs"],
+        "remote_home: 'jobs' is not an absolute path",
+        "/scratch/me",
+    ),
+    "hosts twice": (
+        ["render", *SSH, "--hostfile", "hosts", "script.py"],
+        "--hosts and --hostfile are both given",
+        "only one",
+    ),
+    "hosts of hosts twice": (
+        ["hosts", *SSH, "--hostfile", "hosts"],
+        "--hosts and --hostfile are both given",
+        "only one",
+    ),
+    "too few hosts": (
+        ["submit", *SSH, "--nodes", "3", "script.py"],
+        "--nodes 3: there are only 1 hosts",
+        "lower --nodes",
+    ),
+    "array on hosts": (
+        ["submit", *SSH, "--array", "0-3", "script.py"],
+        "the ssh cluster has no --array",
+        "--cluster slurm",
+    ),
+    "script outside of the sent directory": (
+        ["submit", *SSH, "--workdir", "folder", "../script.py"],
+        "the script '../script.py' is outside of the sent directory",
+        "--workdir",
+    ),
+    "hosts of another cluster": (
+        ["submit", "--cluster", "slurm", *SSH, "script.py"],
+        "the slurm cluster takes no hosts",
+        "--cluster ssh",
+    ),
+    "hosts of this machine": (
+        ["submit", "--cluster", "local", *SSH, "script.py"],
+        "the local cluster takes no hosts",
+        "--cluster ssh",
+    ),
+    "login of this machine": (
+        ["render", "--cluster", "local", "--login", "x", "script.py"],
+        "the local cluster has no --login",
+        "--cluster slurm",
+    ),
+    "login of hosts": (
+        ["render", "--cluster", "ssh", *SSH, "--login", "x", "script.py"],
+        "the ssh cluster has no --login",
+        "--cluster slurm",
+    ),
+    "two login hosts": (
+        ["submit", "--login", "a,b", "script.py"],
+        "--login 'a,b' names 2 hosts",
+        "name one",
+    ),
+    "neither true nor false": (
+        ["submit", "--cluster", "slurm", "--set", "need_torch=never", "script.py"],
+        "need_torch: 'never' is neither true nor false",
+        "--help",
+    ),
+    "doctor of no cluster": (
+        ["doctor", "--cluster", "nowhere"],
+        "there is no cluster 'nowhere'",
+        "use one of local, slurm, ssh, mlp",
+    ),
+    "doctor with a wrong number": (
+        ["doctor", "--nodes", "none"],
+        "'none' is not a whole number",
+        "--help",
+    ),
+    "doctor of a script": (["doctor", "script.py"], "unexpected extra argument", "--help"),
+    "unknown shell": (
+        ["completion", "csh"],
+        "there is no completion for 'csh'",
+        "use bash, zsh, fish",
+    ),
+    "top without a terminal": (["top"], "top needs a terminal", "status --watch` prints lines"),
+    "init without a terminal": (["init"], "there is no terminal to ask", "--yes takes what"),
+    "trust of nothing": (["trust", "--yes"], "no usable project configuration file", "toml"),
+    "trust of another file": (
+        ["trust", "pyproject.toml", "--yes"],
+        "clusterjob: error: ",
+        "",
+    ),
+    "trust of no file": (["trust", "nowhere.toml", "--yes"], "nowhere.toml", ""),
 }
 
 
 @pytest.mark.parametrize("case", USAGE)
 def test_bad_arguments_are_refused_with_one_line_and_hint(
-    terminal: Terminal,
+    local_user: CommandUser,
     case: str,
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """The many cases run in this process, which is faster than a process each."""
     args, message, hint = USAGE[case]
-    terminal.path("folder").mkdir()
-    for name, text in FILES.items():
-        terminal.path(name).write_text(text)
-    monkeypatch.chdir(terminal.directory)
+    write_tree(local_user.directory, **FILES)
+    monkeypatch.chdir(local_user.directory)
     assert command_line(args) == 2
     out, err = capsys.readouterr()
     assert out == ""
-    assert not terminal.home.exists(), "nothing was started and nothing was written"
+    assert not local_user.home.exists(), "nothing was started and nothing was written"
     first, second = err.splitlines()
     assert first.startswith("clusterjob: error: ")
     assert message in first
@@ -672,31 +700,31 @@ def test_bad_arguments_are_refused_with_one_line_and_hint(
     assert hint in second
 
 
-def test_verbose_option_shows_cause_of_error(terminal: Terminal) -> None:
-    terminal.path("clusterjob.toml").write_text("[defaults\n")
-    process = terminal.start("-v", "config")
+def test_verbose_option_shows_cause_of_error(local_user: CommandUser) -> None:
+    local_user.path("clusterjob.toml").write_text("[defaults\n")
+    process = local_user.start("-v", "config")
     assert process.wait(TEST_TIMEOUT) == 2
-    assert "TOMLDecodeError" in terminal.output(process)[1]
+    assert "TOMLDecodeError" in local_user.output_of(process)[1]
 
 
 # -- env and config --------------------------------------------------------------------------------
 
 
 def test_env_shows_detected_environment(
-    terminal: Terminal, monkeypatch: pytest.MonkeyPatch
+    local_user: CommandUser, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("CLUSTERJOB_NNODES", "2")
     monkeypatch.setenv("CLUSTERJOB_NODE_RANK", "1")
-    assert "conflict: CLUSTERJOB_MASTER_ADDR is not set" in terminal("env", code=1).stdout
+    assert "conflict: CLUSTERJOB_MASTER_ADDR is not set" in local_user("env", code=1).stdout
     monkeypatch.setenv("CLUSTERJOB_MASTER_ADDR", "host0")
-    table = terminal("env").stdout
+    table = local_user("env").stdout
     assert re.search(r"^nnodes\s+2\s+CLUSTERJOB_NNODES$", table, re.MULTILINE)
 
 
 def test_config_shows_origin_of_each_setting(
-    terminal: Terminal, monkeypatch: pytest.MonkeyPatch
+    local_user: CommandUser, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    path = terminal.path("clusterjob.toml")
+    path = local_user.path("clusterjob.toml")
     path.write_text(
         "cluster = 'lab'\n[defaults]\nmem = '1G'\n"
         "[clusters.lab]\nbackend = 'local'\nworkdir = '/tmp'\nsetup = 'true'\n"
@@ -704,7 +732,7 @@ def test_config_shows_origin_of_each_setting(
     )
     monkeypatch.setenv("CLUSTERJOB_NODES", "3")
     monkeypatch.delenv("CLUSTERJOB_PYTHON")  # a setting of all tests here
-    result = json.loads(terminal("config", "--json").stdout)
+    result = json.loads(local_user("config", "--json").stdout)
     assert (result["schema"], result["cluster"], result["backend"]) == (1, "lab", "local")
     lab = f"{path}: [clusters.lab]"
     assert result["settings"] == {
@@ -715,38 +743,36 @@ def test_config_shows_origin_of_each_setting(
         "secret": {"value": ["TOKEN", f"KEY={path.parent}/k"], "origin": f"{lab} secret"},
         "env": {"value": {"A": "1", "B": "2"}, "origin": f"{lab} env"},
     }
-    shown = terminal("config").stdout
+    shown = local_user("config").stdout
     assert re.search(r"^nodes\s+3\s+CLUSTERJOB_NODES$", shown, re.MULTILINE)
-    assert re.search(r"^mem\s+1G ", shown, re.MULTILINE)
-    assert f" TOKEN, KEY={path.parent}/k " in shown
-    assert " A=1, B=2 " in shown
-    terminal("config", "--cluster", "nosuch", code=2)
+    for part in ("mem       1G ", f" TOKEN, KEY={path.parent}/k ", " A=1, B=2 "):
+        assert " ".join(part.split()) in " ".join(shown.split())
 
 
 # -- help, closed stdout and encodings -------------------------------------------------------------
 
 
-def test_help_goes_to_stdout(terminal: Terminal) -> None:
-    done = terminal("--help")
+def test_help_goes_to_stdout(local_user: CommandUser) -> None:
+    done = local_user("--help")
     assert done.stderr == ""
     assert re.search(r"^  submit +\S", done.stdout, re.MULTILINE)
-    done = terminal(code=2)
+    done = local_user(code=2)
     assert done.stdout == ""
     assert "Usage" in done.stderr
-    assert re.fullmatch(r"clusterjob \d+\.\d+\.\d+\S*\n", terminal("--version").stdout)
+    assert re.fullmatch(r"clusterjob \d+\.\d+\.\d+\S*\n", local_user("--version").stdout)
 
 
 @pytest.mark.parametrize(
     "args",
     [["list"], ["status", "--json"], ["logs", "script"], ["render", "script.py"], ["--help"]],
 )
-def test_closed_stdout_prints_no_error(terminal: Terminal, args: list[str]) -> None:
-    terminal("run", terminal.script("print('hello')"))
+def test_closed_stdout_prints_no_error(local_user: CommandUser, args: list[str]) -> None:
+    local_user("run", local_user.script("print('hello')"))
     read, write = os.pipe()
     os.close(read)  # each write fails with EPIPE
     try:
         done = subprocess.run(
-            [*CLUSTERJOB, *args], check=False, cwd=terminal.directory, stdout=write,
+            [*CLUSTERJOB, *args], check=False, cwd=local_user.directory, stdout=write,
             stderr=subprocess.PIPE, text=True, timeout=TEST_TIMEOUT,
         )  # fmt: skip
     finally:
@@ -755,81 +781,58 @@ def test_closed_stdout_prints_no_error(terminal: Terminal, args: list[str]) -> N
 
 
 def test_output_not_encodable_in_terminal_is_shown(
-    terminal: Terminal, monkeypatch: pytest.MonkeyPatch
+    local_user: CommandUser, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("PYTHONIOENCODING", "ascii")
-    done = terminal(
+    done = local_user(
         "run",
         "--name",
         "schneemann ☃",
-        terminal.script("import os; os.write(1, '☃ \\n'.encode() + b'\\xff\\n')"),
+        local_user.script("import os; os.write(1, '☃ \\n'.encode() + b'\\xff\\n')"),
     )
     assert len(done.stdout.splitlines()) == 2
-    assert terminal.only_job()["name"] == "schneemann ☃"
+    assert local_user.only_job()["name"] == "schneemann ☃"
 
 
-def test_arguments_that_are_not_utf8_reach_script(terminal: Terminal) -> None:
-    script = terminal.script("import os, sys; print(ascii(sys.argv[1:]))")
-    assert terminal("run", script, "\udcff").stdout == "['\\udcff']\n"
-    terminal("render", script, "\udcff")
-    terminal("render", "--json", script, "\udcff")
+def test_arguments_that_are_not_utf8_are_rendered(local_user: CommandUser) -> None:
+    for options in ((), ("--json",)):
+        local_user("render", *options, local_user.script(""), "\udcff")
 
 
-def test_run_succeeds_after_job_directory_is_moved(terminal: Terminal) -> None:
-    running = terminal.start("run", "--nodes", "2", terminal.script(WAITER))
-    terminal.wait_for("up0", "up1")
-    moved = Path(terminal.only_job()["job_dir"]).rename(terminal.path("moved"))
-    terminal.path("leave").touch()
+def test_run_succeeds_after_job_directory_is_moved(local_user: CommandUser) -> None:
+    running = local_user.start("run", "--nodes", "2", local_user.script(WAITER))
+    local_user.wait_for("up0", "up1")
+    moved = Path(local_user.only_job()["job_dir"]).rename(local_user.path("moved"))
+    local_user.path("leave").touch()
     assert running.wait(TEST_TIMEOUT) == 0
     assert moved.exists()
-    err = terminal.output(running)[1]
+    err = local_user.output_of(running)[1]
     assert "SUCCEEDED" in err
     assert "its directory cannot be written" in err
     assert PACKAGE not in err
 
 
 def test_workers_start_by_exec_with_one_notice_if_import_torch_fails(
-    terminal: Terminal,
+    local_user: CommandUser,
 ) -> None:
     why = "starts its workers by exec: import torch failed: libcudart.so.99 is not there"
-    terminal.path("torch").mkdir()
-    terminal.script("raise ImportError('libcudart.so.99 is not there')", "torch/__init__.py")
-    script = terminal.script("""
+    local_user.path("torch").mkdir()
+    local_user.script("raise ImportError('libcudart.so.99 is not there')", "torch/__init__.py")
+    script = local_user.script("""
         import os, time
         print("ran", flush=True)
         while not os.path.exists("leave"):
             time.sleep(0.01)
     """)
-    setup = f"export PYTHONPATH='{terminal.directory}':$PYTHONPATH"
-    running = terminal.start("run", "--setup", setup, script)
-    terminal.wait_for_output(running, "ran")
-    wait_until(lambda: why in terminal.output(running)[1], TEST_TIMEOUT)
-    terminal.path("leave").touch()
+    setup = f"export PYTHONPATH='{local_user.directory}':$PYTHONPATH"
+    running = local_user.start("run", "--setup", setup, script)
+    local_user.wait_for_output(running, "ran")
+    wait_until(lambda: why in local_user.output_of(running)[1], TEST_TIMEOUT)
+    local_user.path("leave").touch()
     assert running.wait(TEST_TIMEOUT) == 0, (
         "a store that cannot be served is no reason to stop a job that wants none"
     )
-    assert terminal.output(running)[1].count(why) == 1
-
-
-@pytest.mark.parametrize(
-    ("flags", "why"),
-    [
-        (["--set", "connect_timeout=abc"], "connect_timeout: 'abc' is not a number of seconds"),
-        (["--set", "conect_timeout=3"], "unknown option 'conect_timeout'"),
-        (["--set", "remote_home=jobs"], "remote_home: 'jobs' is not an absolute path"),
-        (["--hostfile", "hosts"], "--hosts and --hostfile are both given"),
-    ],
-)
-@pytest.mark.parametrize("command", [["hosts"], ["render", "--cluster", "ssh", "train.py"]])
-def test_ssh_options_are_checked_by_hosts_and_render(
-    terminal: Terminal, command: list[str], flags: list[str], why: str
-) -> None:
-    terminal.script("", "train.py")
-    done = terminal(
-        command[0], *command[1:-1], "--hosts", "gpu1.invalid", *flags, *command[1:][-1:], code=2
-    )
-    assert done.stdout == ""
-    assert why in done.stderr
+    assert local_user.output_of(running)[1].count(why) == 1
 
 
 @pytest.mark.parametrize(
@@ -841,25 +844,25 @@ def test_ssh_options_are_checked_by_hosts_and_render(
     ],
     ids=["closed stdout", "inspect", "deleted directory"],
 )
-def test_run_in_an_odd_shell(terminal: Terminal, before: str, after: str, code: int) -> None:
-    script = terminal.script("open('ran', 'w'); print('ran')")
+def test_run_in_an_odd_shell(local_user: CommandUser, before: str, after: str, code: int) -> None:
+    script = local_user.script("open('ran', 'w'); print('ran')")
     command = f"{before} {shlex.join(CLUSTERJOB)} run --cluster local {script} {after}"
     done = subprocess.run(
-        ["bash", "-c", command], cwd=terminal.directory, capture_output=True, text=True,
+        ["bash", "-c", command], cwd=local_user.directory, capture_output=True, text=True,
         check=False, stdin=subprocess.DEVNULL,
     )  # fmt: skip
     assert done.returncode == code, done.stderr
     assert "Traceback" not in done.stderr
-    assert (terminal.directory / "ran").exists() == (code == 0)
+    assert (local_user.directory / "ran").exists() == (code == 0)
     assert ("the working directory was deleted" in done.stdout) == (code == 2)
 
 
-def test_workers_keep_the_link_in_pwd(terminal: Terminal) -> None:
-    (terminal.directory / "real").mkdir()
-    (terminal.directory / "link").symlink_to("real")
+def test_workers_keep_the_link_in_pwd(local_user: CommandUser) -> None:
+    (local_user.directory / "real").mkdir()
+    (local_user.directory / "link").symlink_to("real")
     run = shlex.join([*CLUSTERJOB, "run", "--cluster", "local", "--", "sh", "-c", "echo $PWD"])
     done = subprocess.run(
-        ["bash", "-c", f"cd link && {run}"], cwd=terminal.directory, capture_output=True,
+        ["bash", "-c", f"cd link && {run}"], cwd=local_user.directory, capture_output=True,
         text=True, check=False, stdin=subprocess.DEVNULL,
     )  # fmt: skip
-    assert done.stdout == f"{terminal.directory}/link\n", done.stderr
+    assert done.stdout == f"{local_user.directory}/link\n", done.stderr

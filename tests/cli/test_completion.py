@@ -15,7 +15,7 @@ from procs import TEST_TIMEOUT, wait_until
 from terminals import Terminal
 
 import clusterjob
-from clusterjob.cli import app, completion_answers, completion_values, main
+from clusterjob.cli import app, completion_answers, completion_values
 from clusterjob.cli.completion import SCRIPTS
 
 SOURCE = Path(clusterjob.__file__).parent.parent
@@ -207,11 +207,3 @@ def test_broken_sources_give_no_candidates_and_no_error(
     (place / "clusterjob.toml").unlink()
     assert answers(capsys, "clusterjob", "submit", "--login", "") == ["a"]
     assert answers(capsys, 'clusterjob submit --login "', shell="bash") == []
-
-
-def test_unknown_shell_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["completion", "csh"]) == 2
-    out, err = capsys.readouterr()
-    assert out == ""
-    assert "there is no completion for 'csh'" in err
-    assert "hint: use bash, zsh, fish" in err

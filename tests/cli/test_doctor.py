@@ -8,6 +8,7 @@ import re
 import shlex
 import subprocess
 import sys
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
@@ -54,6 +55,11 @@ def test_doctor_prints_checks_and_exits_with_1_on_failure(
     good = run(*LOCAL, *light)
     assert (good.returncode, good.stderr) == (0, "")
     assert "ok       torch         2.9.0 for the CPU only, with gloo\n" in good.stdout
+    document = json.loads(run(*LOCAL, "--json", *light).stdout)
+    assert {frozenset(check) for check in document.pop("checks")} == {
+        frozenset(["name", "state", "message", "hint"])
+    }
+    assert document == {"schema": 1, "cluster": "local", "backend": "local", "fit": True}
     bad = run(*LOCAL, "--python", plain_python)
     assert (bad.returncode, bad.stderr) == (1, "")
     assert (
@@ -61,15 +67,6 @@ def test_doctor_prints_checks_and_exits_with_1_on_failure(
         f"{'':23}hint: `{sys.executable} -m pip install torch`, or choose another interpreter"
         " with --python\nunknown  start         not checked: it needs 'torch'\n"
     ) in bad.stdout
-
-
-@pytest.mark.parametrize(
-    "options", [("--cluster", "nowhere"), (*LOCAL, "--nodes", "none"), ("script.py",)]
-)
-def test_doctor_with_bad_arguments_exits_with_2(options: tuple[str, ...]) -> None:
-    done = run(*options)
-    assert (done.returncode, done.stdout) == (2, "")
-    assert "clusterjob: error: " in done.stderr
 
 
 def test_doctor_of_plugin_backend_without_checks_reports_error(tmp_path: Path) -> None:
@@ -84,95 +81,130 @@ def test_doctor_of_plugin_backend_without_checks_reports_error(tmp_path: Path) -
     assert "error: the theirs backend has no checks of its own" in done.stderr
 
 
+# -- problems of this machine ----------------------------------------------------------------------
+
 OLD = "import sys; sys.version_info = (3, 8, 1); exec(sys.argv[-1])"
+TORCH = "lib/torch/__init__.py"
+as_root = pytest.mark.skipif(os.geteuid() != 0, reason="mounting a file system takes root")
+
+
+@dataclass
+class Problem:
+    """A problem, and what `doctor` says; in its texts, ``{place}`` is the test's directory.
+
+    Attributes:
+        check: the only check that fails, or those that fail.
+        message: a part of its message.
+        files: programs and modules to write.
+        options: options of `doctor`.
+        home: the directory of jobs.
+        mount: options of a file system that is mounted there.
+        unknown: a check that is unknown, because it needs the one that fails.
+    """
+
+    check: str
+    message: str
+    files: dict[str, str] = field(default_factory=dict)
+    options: tuple[str, ...] = ()
+    home: str = ""
+    mount: str = ""
+    unknown: str = ""
+
+
+PYTHON = ("--python", "{place}/python")
+PROBLEMS = {
+    "old interpreter": Problem(
+        "interpreter",
+        "is 3.8.1, 3.10 or newer is needed",
+        {"python": f'#!/bin/sh\nexec {sys.executable} -c "{OLD}" "$@"\n'},
+        PYTHON,
+        unknown="torch",
+    ),
+    "broken interpreter": Problem(
+        "interpreter",
+        "cannot be started: broken",
+        {"python": "#!/bin/sh\necho broken >&2; exit 3\n"},
+        PYTHON,
+        unknown="start",
+    ),
+    "no interpreter": Problem(
+        "interpreter", "there is no interpreter ", options=PYTHON, unknown="GPUs"
+    ),
+    "setup line": Problem(
+        "interpreter",
+        "a setup line failed: module-that-is-not load cuda (bash: ",
+        options=("--setup", "true", "--setup", "module-that-is-not load cuda"),
+        unknown="torch",
+    ),
+    "missing GPUs": Problem("job GPUs", "", options=("--gpus-per-node", "512", "--require-gpus")),
+    "home below a file": Problem(
+        "directory",
+        "cannot be made: {place}/file cannot be written",
+        {"file": ""},
+        home="file/below",
+    ),
+    "home with a colon": Problem("job", "contains a colon", home="a:b"),
+    "missing library of torch": Problem(
+        "torch",
+        "import torch failed: libcudart.so.12: cannot open shared",
+        {TORCH: "raise ImportError('libcudart.so.12: cannot open shared object file')"},
+        unknown="start",
+    ),
+    "torch that kills": Problem(
+        "torch",
+        "importing torch ends the interpreter: signal 11",
+        {TORCH: "import os; os.kill(os.getpid(), 11)"},
+        unknown="GPUs",
+    ),
+    "torch that exits": Problem(
+        "torch",
+        "importing torch ends the interpreter: exit code 7: no licence",
+        {TORCH: "import os, sys; print('no licence', file=sys.stderr); os._exit(7)"},
+        unknown="start",
+    ),
+    "missing module of torch": Problem(
+        "torch",
+        "import torch failed: No module named 'no_such_module_of_torch_s'",
+        {TORCH: "import no_such_module_of_torch_s"},
+        unknown="start",
+    ),
+    "read-only disk": Problem(
+        "directory", " cannot be written: Read-only file system", home="home", mount="ro"
+    ),
+    "full disk": Problem("disk", "disk full: ", home="home", mount="size=8m"),
+}
 
 
 @pytest.mark.parametrize(
-    ("script", "message"),
+    "problem",
     [
-        (
-            f'exec {sys.executable} -c "{OLD}" "$@"',
-            "is 3.8.1, 3.10 or newer is needed",
-        ),
-        ("echo broken >&2; exit 3", "cannot be started: broken"),
-        ("", "there is no interpreter "),
+        pytest.param(problem, id=name, marks=[as_root] if problem.mount else [])
+        for name, problem in PROBLEMS.items()
     ],
-    ids=["old", "broken", "missing"],
 )
-def test_old_broken_or_missing_interpreter_fails_interpreter_check(
-    tmp_path: Path, script: str, message: str
-) -> None:
-    path = tmp_path / "python"
-    if script:
-        path.write_text(f"#!/bin/sh\n{script}\n")
-        path.chmod(0o755)
-    found = doctor(*LOCAL, "--python", str(path))
-    assert found.failed == ["interpreter"]
-    assert message in found.message("interpreter")
-    states = [found.state(name) for name in ("torch", "start", "GPUs", "loopback")]
-    assert states == ["unknown", "unknown", "unknown", "ok"]
+def test_problem_fails_its_check(tmp_path: Path, light: list[str], problem: Problem) -> None:
+    write_tree(tmp_path, **problem.files)
+    for name in problem.files:
+        (tmp_path / name).chmod(0o755)
+    words = [word.format(place=tmp_path) for word in problem.options]
+    env, prefix = dict(os.environ), []
+    if problem.home:
+        env["CLUSTERJOB_HOME"] = place = str(tmp_path / problem.home)
+    if problem.mount:
+        Path(place).mkdir()
+        mount = f'mount -t tmpfs -o {problem.mount} tmpfs {shlex.quote(place)} && exec "$@"'
+        prefix = ["unshare", "--mount", "sh", "-c", mount, "sh"]
+    found = doctor(*LOCAL, *light, *words, env=env, prefix=prefix)
+    assert found.failed == problem.check.split()
+    assert problem.message.format(place=tmp_path) in found.message(found.failed[0])
+    assert found.state("loopback") == "ok"
+    assert not problem.unknown or found.state(problem.unknown) == "unknown"
 
 
-# -- the interpreter and torch ---------------------------------------------------------------------
-
-
-def test_setup_lines_run_before_interpreter_check(tmp_path: Path, plain_python: str) -> None:
-    options = (*LOCAL, "--python", plain_python, "--setup")
-    found = doctor(*options, "true", "--setup", "module-that-is-not load cuda")
-    assert found.failed == ["interpreter"]
-    failed = "a setup line failed: module-that-is-not load cuda (bash: "
-    assert failed in found.message("interpreter")
+def test_setup_lines_run_before_the_checks(tmp_path: Path, plain_python: str) -> None:
     library = shlex.quote(str(light_torch(tmp_path / "lib")))
-    assert doctor(*options, f"export PYTHONPATH={library}").state("torch") == "ok"
-
-
-def test_missing_required_gpus_fail_job_and_gpus(light: list[str]) -> None:
-    found = doctor(*LOCAL, *light, "--gpus-per-node", "512", "--require-gpus")
-    assert found.failed == ["job", "GPUs"]
-
-
-@pytest.mark.parametrize(
-    ("below", "check", "message"),
-    [
-        ("file/below", "directory", "cannot be made: {}/file cannot be written"),
-        ("a:b", "job", "contains a colon"),
-    ],
-)
-def test_home_that_cannot_be_used_fails_check(
-    tmp_path: Path, light: list[str], below: str, check: str, message: str
-) -> None:
-    (tmp_path / "file").touch()
-    found = doctor(*LOCAL, *light, env={**os.environ, "CLUSTERJOB_HOME": str(tmp_path / below)})
-    assert found.failed == [check]
-    assert message.format(tmp_path) in found.message(check)
-
-
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        (
-            "raise ImportError('libcudart.so.12: cannot open shared object file')",
-            "import torch failed: libcudart.so.12: cannot open shared",
-        ),
-        ("import os; os.kill(os.getpid(), 11)", "importing torch ends the interpreter: signal 11"),
-        (
-            "import os, sys; print('no licence', file=sys.stderr); os._exit(7)",
-            "importing torch ends the interpreter: exit code 7: no licence",
-        ),
-        (
-            "import no_such_module_of_torch_s",
-            "import torch failed: No module named 'no_such_module_of_torch_s'",
-        ),
-    ],
-)
-def test_broken_torch_fails_torch_check(
-    tmp_path: Path, light: list[str], text: str, message: str
-) -> None:
-    (tmp_path / "lib" / "torch" / "__init__.py").write_text(text)
-    found = doctor(*LOCAL, *light)
-    assert found.failed == ["torch"]
-    assert message in found.message("torch")
-    assert found.state("start") == found.state("GPUs") == "unknown"
+    options = ("--python", plain_python, "--setup", f"export PYTHONPATH={library}")
+    assert doctor(*LOCAL, *options).state("torch") == "ok"
 
 
 @pytest.mark.parametrize(
@@ -201,27 +233,6 @@ def test_threads_after_import_torch_make_fork_unsafe(
     assert found.fit == (state != "failed")
 
 
-# -- the directory of jobs -------------------------------------------------------------------------
-
-
-@pytest.mark.skipif(os.geteuid() != 0, reason="mounting a file system takes root")
-@pytest.mark.parametrize(
-    ("options", "check", "message"),
-    [
-        ("ro", "directory", ".* cannot be written: Read-only file system"),
-        ("size=8m", "disk", r"disk full: \S+ MB free in .*"),
-    ],
-)
-def test_read_only_or_full_disk_fails_check(
-    light: list[str], options: str, check: str, message: str
-) -> None:
-    home().mkdir(parents=True, exist_ok=True)
-    mount = f'mount -t tmpfs -o {options} tmpfs {shlex.quote(str(home()))} && exec "$@"'
-    found = doctor(*LOCAL, *light, prefix=["unshare", "--mount", "sh", "-c", mount, "sh"])
-    assert found.failed == [check]
-    assert re.fullmatch(message, found.message(check))
-
-
 # -- the machine -----------------------------------------------------------------------------------
 
 
@@ -246,12 +257,3 @@ def test_missing_loopback_fails_and_unresolved_host_name_warns(light: list[str])
     assert (unnamed.fit, unnamed.state("loopback")) == (True, "ok")
     assert unnamed.state("host name") == "warning"
     assert unnamed.message("host name") == "no-such-host-of-ours does not resolve"
-
-
-def test_doctor_json_is_one_document(light: list[str]) -> None:
-    document = json.loads(run(*LOCAL, "--json", *light).stdout)
-    checks = document.pop("checks")
-    assert document == {"schema": 1, "cluster": "local", "backend": "local", "fit": True}
-    assert {frozenset(check) for check in checks} == {
-        frozenset(["name", "state", "message", "hint"])
-    }

@@ -20,19 +20,19 @@ SOURCE = Path(clusterjob.__file__).parent.parent
 # What `clusterjob --help` loads besides the standard library and `clusterjob.cli`.
 HELP_THIRD_PARTY = {"annotated_doc", "shellingham", "typer"}
 HELP_MODULES = {
-    "clusterjob.__main__",
-    "clusterjob.core",
-    "clusterjob.core.gpu_request",
-    "clusterjob.core.job_secrets",
-    "clusterjob.core.node_count",
-    "clusterjob.core.notifications",
-    "clusterjob.core.option",
-    "clusterjob.core.options",
-    "clusterjob.core.units",
-    "clusterjob.errors",
-    "clusterjob.node",
-    "clusterjob.node.contract",
-    "clusterjob.node.program",
+    "__main__",
+    "core",
+    "core.gpu_request",
+    "core.job_secrets",
+    "core.node_count",
+    "core.notifications",
+    "core.option",
+    "core.options",
+    "core.units",
+    "errors",
+    "node",
+    "node.contract",
+    "node.program",
 }
 REPORT = "import json, os, sys; os.write(3, json.dumps(sorted(sys.modules)).encode())"
 MODULES = {
@@ -126,42 +126,29 @@ def startup_modules() -> set[str]:
 
 
 @pytest.mark.parametrize(
-    "arguments",
-    [["--help"], ["submit", "--help"], ["run", "--help"], ["logs", "--help"], ["--version"]],
-)
-def test_help_loads_only_allowed_modules(startup_modules: set[str], arguments: list[str]) -> None:
-    modules = loaded("-c", after_main(*arguments)) - startup_modules
-    assert third_party(modules) == HELP_THIRD_PARTY
-    ours = {name for name in modules if name.startswith("clusterjob.")}
-    assert {name for name in ours if not name.startswith("clusterjob.cli")} == HELP_MODULES
-    assert "asyncio" not in modules
-
-
-def test_launch_loads_no_submission_modules(startup_modules: set[str]) -> None:
-    modules = loaded("-c", after_main("launch", "--no-such-option"), code=2) - startup_modules
-    assert third_party(modules) == set()
-    ours = {name for name in modules if name.startswith("clusterjob.")}
-    assert "clusterjob.node.options" in ours
-    assert all(
-        name.startswith(("clusterjob.node", "clusterjob.errors", "clusterjob.__main__"))
-        for name in ours
-    ), ours
-
-
-@pytest.mark.parametrize(
-    ("name", "ours"),
+    ("code", "third", "allowed", "exit_code"),
     [
-        ("clusterjob", {"clusterjob"}),
-        ("clusterjob.bootstrap", {"clusterjob", "clusterjob.bootstrap", "clusterjob.errors"}),
+        *(
+            (after_main(*words.split()), HELP_THIRD_PARTY, HELP_MODULES, 0)
+            for words in ("--help", "submit --help", "run --help", "logs --help", "--version")
+        ),
+        (f"import clusterjob\n{REPORT}", set(), set(), 0),
+        (f"import clusterjob.bootstrap\n{REPORT}", set(), {"bootstrap", "errors"}, 0),
+        (after_main("launch", "--no-such-option"), set(), {"node", "errors", "__main__"}, 2),
     ],
 )
-def test_import_for_users_loads_only_allowed_modules(
-    startup_modules: set[str], name: str, ours: set[str]
+def test_entry_point_loads_only_allowed_modules(
+    startup_modules: set[str], code: str, third: set[str], allowed: set[str], exit_code: int
 ) -> None:
-    modules = loaded("-c", f"import {name}\n{REPORT}") - startup_modules
-    assert third_party(modules) == set()
-    assert {module for module in modules if module.startswith("clusterjob")} == ours
-    assert "asyncio" not in modules
+    """The allowed modules are below `clusterjob`; for help, also all of `clusterjob.cli`."""
+    modules = loaded("-c", code, code=exit_code) - startup_modules
+    assert third_party(modules) == third
+    ours = {name.removeprefix("clusterjob.") for name in modules if name.startswith("clusterjob.")}
+    if third:
+        assert {name for name in ours if name.split(".")[0] != "cli"} == allowed
+    else:
+        assert {name.split(".")[0] for name in ours} <= allowed
+    assert exit_code or "asyncio" not in modules
 
 
 @pytest.mark.parametrize(("code", "wanted", "unwanted"), IMPORTS)

@@ -119,29 +119,40 @@ def test_hosts_of_ssh_configuration_are_offered_as_comments(place: Path) -> None
     assert set(written(place)["clusters"]) == {"local", "hpc", "ssh", "mlp"}
 
 
-def test_variables_of_a_platform_are_found(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    variables = {
-        "MLP_WORKER_NUM": "2", "MLP_ROLE_INDEX": "0", "MLP_WORKER_0_HOST": "127.0.0.1",
-        "MLP_WORKER_0_PORT": "2222", "MLP_WORKER_GPU": "8", "MLP_ROLE": "WORKER",
-    }  # fmt: skip
+PLATFORM = {
+    "MLP_WORKER_NUM": "2", "MLP_ROLE_INDEX": "0", "MLP_WORKER_0_HOST": "127.0.0.1",
+    "MLP_WORKER_0_PORT": "2222", "MLP_WORKER_GPU": "8", "MLP_ROLE": "WORKER",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("variables", "messages", "cluster"),
+    [
+        (
+            PLATFORM,
+            [
+                "found a task of the platform with 2 workers: `clusterjob launch SCRIPT`",
+                "check it with `clusterjob doctor --cluster local`",
+            ],
+            "local",
+        ),
+        ({"MLP_MPI_HOSTFILE": "../hosts"}, ["MLP_MPI_HOSTFILE lists 2 hosts"], "ssh"),
+    ],
+    ids=["workers", "hosts of an MPI task"],
+)
+def test_variables_of_a_platform_are_found(
+    place: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    variables: dict[str, str],
+    messages: list[str],
+    cluster: str,
+) -> None:
+    write_tree(place.parent, hosts="10.0.0.1 slots=8\n10.0.0.2 slots=8\n")
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
-    done = init("--yes")
-    assert "found a task of the platform with 2 workers: `clusterjob launch SCRIPT`" in done.stderr
-    assert "check it with `clusterjob doctor --cluster local`" in done.stderr
-    assert written(place)["cluster"] == "local"
-    subprocess.run([*CLUSTERJOB, "trust", "--yes"], check=True)
-    assert doctor("--cluster", "local", cwd=place).fit
-
-
-def test_hosts_of_an_mpi_task_become_the_cluster(
-    place: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (place.parent / "hosts").write_text("10.0.0.1 slots=8\n10.0.0.2 slots=8\n")
-    monkeypatch.setenv("MLP_MPI_HOSTFILE", str(place.parent / "hosts"))
-    done = init("--yes")
-    assert "MLP_MPI_HOSTFILE lists 2 hosts" in done.stderr
-    assert written(place)["cluster"] == "ssh"
+    said = init("--yes").stderr
+    assert [message for message in messages if message not in said] == []
+    assert written(place)["cluster"] == cluster
 
 
 def test_interpreters_of_uv_venv_and_conda_are_found(
@@ -205,13 +216,6 @@ def test_existing_file_is_replaced_only_with_force(place: Path, exists: str) -> 
     init("--yes", "--force")
     assert written(place)["cluster"] == "local"
     assert not (place.parent / "nowhere").exists()
-
-
-def test_without_a_terminal_yes_is_required(place: Path) -> None:
-    done = init(code=2)
-    assert "there is no terminal to ask" in done.stderr
-    assert "hint: --yes takes what is found" in done.stderr
-    assert not (place / FILE).exists()
 
 
 # -- TOML ------------------------------------------------------------------------------------------

@@ -80,7 +80,7 @@ def test_report_in_chromium_has_no_error_no_request_and_no_axe_violation(written
     assert not problems
 
 
-def test_report_is_operable_by_keyboard(written: Path) -> None:
+def test_report_is_operable_by_keyboard_and_printed_whole(written: Path, tmp_path: Path) -> None:
     problems: list[str] = []
     with browser_page(written, problems, viewport={"width": 1280, "height": 900}) as page:
         reached = set()
@@ -106,23 +106,15 @@ def test_report_is_operable_by_keyboard(written: Path) -> None:
         closed.focus()
         page.keyboard.press("Enter")
         assert table.is_visible()
-    assert not problems
-
-
-def test_printed_report_shows_folded_parts(written: Path, tmp_path: Path) -> None:
-    problems: list[str] = []
-    with browser_page(written, problems) as page:
+        # Paper shows folded parts, and tables that are not cut.
         pdf = page.pdf(path=str(tmp_path / "report.pdf"), format="A4")
         assert pdf.startswith(b"%PDF")
         page.emulate_media(media="print")
         assert page.locator("#code details pre").first.is_visible()
         assert not page.locator("nav").is_visible()
-        # A printed table is as wide as the page, and not cut.
         width = page.evaluate("document.documentElement.clientWidth")
-        for table in page.locator("table").all():
-            box = table.bounding_box()
-            assert box is not None
-            assert box["x"] + box["width"] <= width + 1
+        boxes = [table.bounding_box() for table in page.locator("table").all()]
+        assert all(box["x"] + box["width"] <= width + 1 for box in boxes)
     assert not problems
 
 

@@ -179,10 +179,12 @@ def test_background_run_does_not_read_terminal(make_job: MakeJob, tmp_path: Path
     assert (tmp_path / "out").read_text() == "0 '' False\n"
 
 
-@pytest.mark.parametrize("program", ["-", "/dev/stdin"])
 @pytest.mark.parametrize(
-    "command",
-    [[*RUN, "--nodes", "2", "--nproc-per-node", "2"], [*LAUNCH, "--nproc-per-node", "4"]],
+    ("command", "program"),
+    [
+        ([*RUN, "--nodes", "2", "--nproc-per-node", "2"], "-"),
+        ([*LAUNCH, "--nproc-per-node", "4"], "/dev/stdin"),
+    ],
     ids=["run", "launch"],
 )
 def test_script_on_stdin_runs_on_every_rank(

@@ -19,8 +19,8 @@ from pathlib import Path
 
 import pytest
 from docs_commands import TRAIN, Shell, blocks
-from hydra_app import write_app
-from launching import ROOT, free_port
+from hooked import lines_by_rank
+from launching import ROOT, free_port, write_tree
 from login_user import Laptop
 from namespaces import Machine
 from procs import TEST_TIMEOUT, wait_until
@@ -28,8 +28,6 @@ from servers import webhook
 from slurm_user import User
 from sshsite import Site
 from volc_platform import Platform
-
-from clusterjob import JobGroup
 
 
 @pytest.fixture
@@ -47,41 +45,40 @@ def ranks(output: str, *, of: int, words: str = "") -> bool:
     return sorted(map(int, found)) == list(range(of))
 
 
-def labelled(output: str, line: str) -> list[int]:
-    """Return the ranks in the labels before a line, such as `[0-15]`."""
-    labels = re.findall(rf"^\[(\d+)(?:-(\d+))?\] {line}$", output, re.MULTILINE)
-    return sorted(rank for low, high in labels for rank in range(int(low), int(high or low) + 1))
+def outputs(shell: Shell, environ: dict[str, str] | None = None) -> list[str]:
+    """Run all commands of the session; return the output of each, or of the job that it submits."""
+    found = []
+    for command in list(shell.left):
+        out = shell(command, environ=environ).out
+        if command.startswith("clusterjob submit"):
+            job = shell.values["job_id"]
+            assert shell.clusterjob("wait", job, environ=environ).code == 0
+            out = shell.clusterjob("logs", job, environ=environ).out
+        found.append(out)
+    return found
 
 
 def write_user_config(text: str) -> None:
-    path = Path(os.environ["XDG_CONFIG_HOME"]) / "clusterjob" / "config.toml"
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(text)
+    write_tree(Path(os.environ["XDG_CONFIG_HOME"]), **{"clusterjob/config.toml": text})
 
 
 # -- this machine ----------------------------------------------------------------------------------
 
 
 @pytest.mark.usefixtures("plain_python")
-def test_secret_command_gives_values_to_worker(shell: Shell, tmp_path: Path) -> None:
-    token = tmp_path / ".cache" / "huggingface" / "token"
-    token.parent.mkdir(parents=True)
-    token.write_text("hf_5ecret\n")
-    shell.write("train.py", "import os\nprint(os.environ['WANDB_API_KEY'], os.environ['HF_TOKEN'])")
-    shell(
-        shell.left[0],
-        before=shell.adapt("export WANDB_API_KEY=..."),
-        environ={"HOME": str(tmp_path)},
-    )
+def test_secret_and_notify_commands_give_values_to_worker_and_tell_the_end(
+    shell: Shell, tmp_path: Path
+) -> None:
+    secret, notify = shell.left
+    write_tree(tmp_path, **{".cache/huggingface/token": "hf_5ecret\n"})
+    environ = {"HOME": str(tmp_path)}
+    text = "import os\nprint(*(os.environ.get(name) for name in ('WANDB_API_KEY', 'HF_TOKEN')))"
+    shell.write("train.py", text)
+    shell(secret, before=shell.adapt("export WANDB_API_KEY=..."), environ=environ)
     assert shell.clusterjob("wait", shell.values["job_id"]).code == 0
     assert shell.clusterjob("logs", shell.values["job_id"]).out == "5ecret hf_5ecret\n"
-
-
-@pytest.mark.usefixtures("plain_python")
-def test_notify_command_sends_to_webhook_and_command(shell: Shell, tmp_path: Path) -> None:
-    shell.write("train.py", "print('trained')")
     with webhook() as hook:
-        shell(shell.left[0], before=f"export SLACK={hook.url}", environ={"HOME": str(tmp_path)})
+        shell(notify, before=f"export SLACK={hook.url}", environ={"HOME": str(tmp_path)})
         assert shell.clusterjob("wait", shell.values["job_id"]).code == 0
         ended = tmp_path / "ended.jsonl"
         wait_until(lambda: hook.received and ended.exists() and ended.read_text(), TEST_TIMEOUT)
@@ -93,10 +90,10 @@ def test_notify_command_sends_to_webhook_and_command(shell: Shell, tmp_path: Pat
 def test_template_of_backends_page_starts_nodes(shell: Shell) -> None:
     [template] = blocks("docs/backends.md", "jinja")
     shell.write("mine.sh.j2", template)
-    assert ranks(shell(shell.left[0]).out, of=2, words=" 1")
-    [job] = json.loads(shell.clusterjob("list", "--json").out)["jobs"]
-    directory = Path(os.environ["CLUSTERJOB_HOME"]) / "jobs" / job["id"]
-    assert {path.name for path in directory.glob("began.*")} == {"began.0", "began.1"}
+    [out] = outputs(shell)
+    assert ranks(out, of=2, words=" 1")
+    jobs = Path(os.environ["CLUSTERJOB_HOME"]) / "jobs"
+    assert {path.name for path in jobs.glob("*/began.*")} == {"began.0", "began.1"}
 
 
 def test_launch_on_each_worker_of_platform_joins_them(
@@ -140,15 +137,14 @@ def test_launch_commands_of_reference_page_join_two_nodes(
 def test_rehearsal_of_readme_script_shows_losses(shell: Shell) -> None:
     shell.write("train.py", blocks("README.md", "python")[0])
     out = shell(shell.left[0]).out
-    assert labelled(out, "ready") == [0, 1, 2, 3]
+    assert {f"[{rank}] ready" for rank in range(4)} <= {*lines_by_rank(out)}
     losses = re.findall(r"^\[0\] step (\d) loss \d\.\d{3}$", out, re.MULTILINE)
     assert losses == ["0", "1", "2"]
 
 
 @pytest.mark.usefixtures("plain_python")
 def test_unchanged_script_runs_under_torchrun_and_clusterjob(shell: Shell) -> None:
-    for command in list(shell.left):
-        assert ranks(shell(command).out, of=2, words=" --lr 0.1"), command
+    assert all(ranks(out, of=2, words=" --lr 0.1") for out in outputs(shell))
 
 
 @pytest.mark.slow
@@ -199,22 +195,13 @@ def test_ssh_command_of_readme_runs_on_two_hosts(
 @pytest.mark.slow
 @pytest.mark.usefixtures("hosts")
 def test_commands_of_ssh_page_check_hosts_and_fetch_results(shell: Shell) -> None:
-    hosts, doctor, submit, with_spare, fetch = shell.left
-    assert re.findall(r"^gpu\d", shell(hosts).out, re.MULTILINE) == ["gpu1", "gpu2"]
-    assert "failed" not in shell(doctor).out
-    shell(submit)
-    assert shell.clusterjob("wait", shell.values["job_id"]).code == 0
-    assert ranks(shell.clusterjob("logs", shell.values["job_id"]).out, of=16)
-    job_id = shell.values["job_id"]
-    shell(with_spare)
-    assert shell.clusterjob("wait", shell.values["job_id"]).code == 0
-    assert ranks(shell.clusterjob("logs", shell.values["job_id"]).out, of=2)
-    shell.values["job_id"] = job_id
-    shell(fetch)
-    fetched = (shell.directory / "results" / "runs").iterdir()
-    assert {path.name for path in fetched} == {
-        f"rank{rank}" for rank in range(8)
-    }  # the ranks of node 0
+    hosts, doctor, trained, with_spare, _ = outputs(shell)
+    assert re.findall(r"^gpu\d", hosts, re.MULTILINE) == ["gpu1", "gpu2"]
+    assert "failed" not in doctor
+    assert ranks(trained, of=16)
+    assert ranks(with_spare, of=2)
+    # Those of the last job, on node 0.
+    assert [path.name for path in shell.directory.glob("results/runs/*")] == ["rank0"]
 
 
 def test_trust_commands_of_ssh_page_record_host_key(shell: Shell, hosts: Site) -> None:
@@ -249,14 +236,16 @@ def test_slurm_commands_of_readme_show_output_of_all_ranks(shell: Shell) -> None
 
 
 def test_first_commands_of_slurm_page_check_and_submit(shell: Shell, user: User) -> None:
-    submit, doctor, render = shell.left
     write_user_config(shell.adapt(blocks("docs/slurm.md", "toml")[0]))
-    assert "failed" not in shell(doctor).out
-    assert "sbatch" in shell(render).out
-    shell(submit)
-    assert user.slurm_job(shell.values["job_id"])["TimeLimit"] == "02:00:00"
-    user("wait", shell.values["job_id"])
-    assert ranks(user.output(shell.values["job_id"]), of=16)
+    shell.write("train.py", TRAIN)
+    shell.write("train_resume.py", TRAIN)
+    trained, doctor, render, _ = outputs(shell)
+    assert ranks(trained, of=16)
+    assert "failed" not in doctor
+    assert "sbatch" in render
+    limits = [user.slurm_job(job["id"])["TimeLimit"] for job in reversed(user.jobs())]
+    assert limits == ["02:00:00", "12:00:00"]
+    assert user.slurm_job(shell.values["job_id"])["Requeue"] == "1"
 
 
 @pytest.mark.slow
@@ -271,14 +260,6 @@ def test_array_commands_of_slurm_page_start_all_elements(shell: Shell, user: Use
         user("wait", f"{job}_0")
         assert user.output(f"{job}_0") == output
         user("cancel", job)
-
-
-def test_requeue_command_of_slurm_page_sets_requeue_and_signal(shell: Shell, user: User) -> None:
-    shell.write("train_resume.py", TRAIN)
-    shell(shell.left[0])
-    job = user.slurm_job(shell.values["job_id"])
-    assert (job["Requeue"], job["TimeLimit"]) == ("1", "12:00:00")
-    user("wait", shell.values["job_id"])
 
 
 def test_until_done_commands_of_slurm_page_start_next_attempts(shell: Shell, user: User) -> None:
@@ -305,16 +286,13 @@ def test_until_done_commands_of_slurm_page_start_next_attempts(shell: Shell, use
 
 
 def test_commands_of_laptop_page_run_through_login_host(shell: Shell, laptop: Laptop) -> None:
-    submit, logs, fetch = shell.left
     shell.values |= {
         "python": str(laptop.python),
         "remote_home": str(laptop.login.home / "scratch"),
         "ssh_config": str(laptop.login.config),
     }
     write_user_config(shell.adapt(blocks("docs/laptop.md", "toml")[0]))
-    shell(submit)
-    assert ranks(shell(logs).out, of=16)
-    shell(fetch)
+    assert all(ranks(out, of=16) for out in outputs(shell)[:2])
     assert len(list((shell.directory / "results" / "runs").iterdir())) == 16
 
 
@@ -328,24 +306,5 @@ def test_submit_command_of_mlp_page_runs_task_with_its_profile(
     # The interpreter below a virtual environment has no torch, so it starts fast.
     python = os.path.realpath(sys.executable)
     environ = {**volc.variables, "WANDB_API_KEY": "5ecret", "CLUSTERJOB_PYTHON": python}
-    shell(shell.left[0], environ=environ)
-    job = shell.values["job_id"]
-    assert shell.clusterjob("wait", job, environ=environ).code == 0
-    assert ranks(shell.clusterjob("logs", job, environ=environ).out, of=16, words=" --epochs 3")
-
-
-@pytest.mark.slow
-def test_hydra_command_of_scripts_page_submits_sweep(
-    shell: Shell, user: User, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    if importlib.util.find_spec("hydra") is None:
-        pytest.skip("Hydra is missing: pip install hydra-core")
-    monkeypatch.setenv("CLUSTERJOB_PYTHON", sys.executable)
-    monkeypatch.setenv("PYTHONPATH", str(ROOT))
-    shell.directory = user.directory
-    write_app(user.directory)
-    shell(shell.left[0])
-    group = JobGroup.get("app")
-    assert [verdict.exit_code for verdict in group.wait(timeout=TEST_TIMEOUT)] == [0, 0]
-    for job, rate in zip(group, ("0.1", "0.01"), strict=True):
-        assert f"[1] rank 1 {rate} mysql" in job.logs()
+    [out] = outputs(shell, environ)
+    assert ranks(out, of=16, words=" --epochs 3")

@@ -49,26 +49,6 @@ def test_exec_has_environment_directory_and_streams_of_rank(job: Inside) -> None
     assert job.shell("echo $RANK", "--node", "1") == "2\n"
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("redirection", "code", "out", "err"),
-    [
-        ("<&-", 3, "up\n", ""),
-        (">&-", 3, "", ""),  # as for `run`, the output is discarded
-        (">/dev/full", 1, "", "clusterjob: error: No space left on device: standard output\n"),
-    ],
-)
-def test_exec_with_closed_stdin_and_unwritable_stdout(
-    small: Inside, redirection: str, code: int, out: str, err: str
-) -> None:
-    line = f"{' '.join(CLUSTERJOB)} exec {small.id} -- bash -c 'cat; echo up; exit 3'"
-    done = subprocess.run(
-        ["bash", "-c", f"{line} {redirection}"], stdin=subprocess.DEVNULL, capture_output=True,
-        text=True, timeout=TEST_TIMEOUT, check=False,
-    )  # fmt: skip
-    assert (done.returncode, done.stdout, done.stderr) == (code, out, err)
-
-
 def test_exec_exit_code_is_that_of_a_shell(small: Inside) -> None:
     (small.directory / "plain").write_text("#!/bin/true\n")
     for words, code, message in (
@@ -77,6 +57,44 @@ def test_exec_exit_code_is_that_of_a_shell(small: Inside) -> None:
         (("./plain",), 126, "clusterjob: ./plain: Permission denied\n"),
     ):
         assert small.exec(*words, code=code)[1].decode() == message
+
+
+@pytest.mark.slow
+def test_exec_with_odd_streams(small: Inside) -> None:
+    """Stdin and stdout are closed, full, a pipe whose reader ends, or no terminal for a shell."""
+    program = " ".join(CLUSTERJOB)
+    three = f"{program} exec {small.id} -- bash -c 'cat; echo up; exit 3'"
+    for line, code, out, err in (
+        (f"{three} <&-", 3, "up\n", ""),
+        (f"{three} >&-", 3, "", ""),  # as for `run`, the output is discarded
+        (
+            f"{three} >/dev/full",
+            1,
+            "",
+            "clusterjob: error: No space left on device: standard output\n",
+        ),
+        (
+            f"{program} exec {small.id} -- yes | head -1; echo ${{PIPESTATUS[0]}}",
+            0,
+            "y\n141\n",
+            "",
+        ),
+        (
+            f"{program} shell {small.id}",
+            2,
+            "",
+            (
+                "clusterjob: error: a shell needs a terminal as stdin and stdout\n"
+                f"  hint: `clusterjob exec {small.id} -- COMMAND` needs none\n"
+            ),
+        ),
+    ):
+        done = subprocess.run(
+            ["bash", "-c", line], stdin=subprocess.DEVNULL, capture_output=True, text=True,
+            timeout=TEST_TIMEOUT, check=False,
+        )  # fmt: skip
+        assert (done.returncode, done.stdout, done.stderr) == (code, out, err), line
+    small.check_interrupt()
 
 
 @pytest.mark.slow
@@ -89,20 +107,15 @@ def test_exec_on_all_nodes_labels_lines_and_returns_first_code(job: Inside) -> N
         "[node 0] end", "[node 0] up 0", "[node 1] end", "[node 1] up 2",
     ]  # fmt: skip
     assert err == b""
-
-
-@pytest.mark.slow
-def test_exec_command_ends_when_reader_of_its_output_ends(small: Inside) -> None:
-    piped = f"{' '.join(CLUSTERJOB)} exec {small.id} -- yes | head -1; echo ${{PIPESTATUS[0]}}"
-    done = subprocess.run(
-        ["bash", "-c", piped], capture_output=True, timeout=TEST_TIMEOUT, check=True
-    )
-    assert done.stdout == b"y\n141\n"
-
-
-@pytest.mark.slow
-def test_exec_forwards_ctrl_c_and_returns_code_of_command(small: Inside) -> None:
-    small.check_interrupt()
+    for words, message in (
+        (("--rank", "4", "true"), f"job {job.id} has no rank 4\n  hint: its ranks are 0 to 3"),
+        (("--node", "0", "--rank", "2", "true"), "rank 2 is not on node 0\n  hint: node 0 has"),
+        (("--all", "--rank", "2", "true"), "--all is every node\n  hint: remove --node"),
+        ((), "there is no command\n  hint: clusterjob exec"),
+    ):
+        _, err = job.exec(*words, code=2)
+        assert err.decode().startswith(f"clusterjob: error: {message}")
+        assert err.count(b"\n") == 2
 
 
 def test_killed_client_leaves_no_process(small: Inside) -> None:
@@ -124,37 +137,18 @@ def test_end_of_job_ends_command_with_255(small: Inside) -> None:
 
 
 @pytest.mark.slow
-def test_secret_reaches_command_and_no_other_file(
-    tmp_path: Path, plain_python: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("API_KEY", "s3cr3t-4711")
-    with running(tmp_path, "--cluster", "local", "--secret", "API_KEY", ranks=1) as job:
-        monkeypatch.delenv("API_KEY")
-        assert job.shell("echo $API_KEY") == "s3cr3t-4711\n"
-        files = [path for path in Records().find(job.id).job_dir.rglob("*") if path.is_file()]
-        found = [path.name for path in files if b"s3cr3t-4711" in path.read_bytes()]
-    assert found in ([], ["secrets"])
-
-
-@pytest.mark.slow
-def test_wrong_targets_are_one_line_with_hint(job: Inside) -> None:
-    for words, message in (
-        (("--rank", "4", "true"), f"job {job.id} has no rank 4\n  hint: its ranks are 0 to 3"),
-        (("--node", "0", "--rank", "2", "true"), "rank 2 is not on node 0\n  hint: node 0 has"),
-        (("--all", "--rank", "2", "true"), "--all is every node\n  hint: remove --node"),
-        ((), "there is no command\n  hint: clusterjob exec"),
-    ):
-        _, err = job.exec(*words, code=2)
-        assert err.decode().startswith(f"clusterjob: error: {message}")
-        assert err.count(b"\n") == 2
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize(
     "options", [("--start", "fork"), ("--start", "exec"), ("--launcher", "torchrun")]
 )
-def test_exec_finds_rank_of_each_start(tmp_path: Path, options: tuple[str, ...]) -> None:
-    with running(tmp_path, *TWO_NODES, *options) as job:
+def test_exec_finds_rank_of_each_start_and_its_secret(
+    tmp_path: Path, options: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("API_KEY", "s3cr3t-4711")
+    with running(tmp_path, *TWO_NODES, "--secret", "API_KEY", *options) as job:
+        monkeypatch.delenv("API_KEY")
+        assert job.shell("echo $API_KEY") == "s3cr3t-4711\n"
+        files = [path for path in Records().find(job.id).job_dir.rglob("*") if path.is_file()]
+        assert {path.name for path in files if b"s3cr3t-4711" in path.read_bytes()} <= {"secrets"}
         assert job.shell("echo $RANK $LOCAL_RANK $MASTER_PORT", "--rank", "3").split()[:2] == [
             "3", "1",
         ]  # fmt: skip
@@ -194,15 +188,6 @@ def test_exec_gives_command_a_terminal_if_there_is_one(small: Inside) -> None:
     ):
         ended, shown = show([*CLUSTERJOB, "exec", *words], controlling=True)
         assert (ended, wanted in shown) == (code, True)
-
-
-@pytest.mark.slow
-def test_shell_without_terminal_is_refused(small: Inside) -> None:
-    _, err = small.exec(code=2, verb="shell")
-    assert err.decode() == (
-        "clusterjob: error: a shell needs a terminal as stdin and stdout\n"
-        f"  hint: `clusterjob exec {small.id} -- COMMAND` needs none\n"
-    )
 
 
 # -- forward -------------------------------------------------------------------------------------

@@ -24,11 +24,6 @@ def work(tmp_path: Path, plain_python: str) -> Path:
     return tmp_path
 
 
-def submit_and_wait(work: Path) -> None:
-    job_id = command(work, "submit", "train.py").stdout.strip()
-    command(work, "wait", job_id)
-
-
 def age(*paths: Path) -> None:
     for path in paths:
         os.utime(path, (time.time() - 4000,) * 2)
@@ -56,7 +51,7 @@ def test_submit_removes_leftovers_of_killed_submits(work: Path) -> None:
     (jobs_dir / "x-222222" / "logs").mkdir(parents=True)
     age(*records.iterdir(), jobs_dir / "x-222222")
     (work / "train.py").write_text("")
-    submit_and_wait(work)
+    command(work, "submit", "--follow", "train.py")
     recorded = {path.name for path in records.iterdir()}
     assert [name for name in recorded if name.startswith(".")] == []
     assert {f"{name}.json" for name in os.listdir(jobs_dir)} <= recorded
@@ -64,23 +59,16 @@ def test_submit_removes_leftovers_of_killed_submits(work: Path) -> None:
     assert {job["state"] for job in jobs_shown} <= {"CANCELLED", "LOST", "SUCCEEDED"}
 
 
-def test_submit_keeps_files_of_other_processes(work: Path) -> None:
-    hidden = [".a.json.abcdefgh.tmp", ".ended.json", ".notes"]
-    write_tree(home() / "records", **dict.fromkeys(hidden, ""))
-    for name in ("old-222222/logs/node0", "fresh-222222/logs"):
-        (home() / "jobs" / name).mkdir(parents=True)
-    age(home() / "jobs" / "old-222222")
-    submit_and_wait(work)
-    assert {*hidden} <= {*os.listdir(home() / "records")}
-    assert {"old-222222", "fresh-222222"} <= {*os.listdir(home() / "jobs")}
-
-
-def test_job_directory_with_unlisted_record_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_files_of_other_processes_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     """A directory listing on NFS can be older than the record of a queued job."""
-    write_tree(home() / "records", **{"queued-222222.json": ""})
-    for name in ("queued-222222", "gone-222222"):
-        (home() / "jobs" / name / "logs").mkdir(parents=True)
-        age(home() / "jobs" / name)
+    hidden = [".a.json.abcdefgh.tmp", ".ended.json", ".notes"]
+    write_tree(home() / "records", **dict.fromkeys([*hidden, "queued-222222.json"], ""))
+    kept = ["queued-222222/logs", "old-222222/logs/node0", "fresh-222222/logs"]
+    for name in (*kept, "gone-222222/logs"):
+        (home() / "jobs" / name).mkdir(parents=True)
+    age(*(home() / "jobs" / f"{name}-222222" for name in ("queued", "old", "gone")))
     monkeypatch.setattr(Records, "entries", lambda _: [])
     jobs._remove_leftovers(Records())
-    assert os.listdir(home() / "jobs") == ["queued-222222"]
+    assert {*hidden} <= {*os.listdir(home() / "records")}
+    names = {name.partition("/")[0] for name in kept}
+    assert {*os.listdir(home() / "jobs")} == names

@@ -101,7 +101,11 @@ def test_job_without_metrics_gives_one_line_with_the_reason(tmp_path: Path) -> N
     ]
     path = Records().directory / f"{job_id}.json"
     record = json.loads(path.read_text())
-    del record["spec"]["metrics"]
-    path.write_text(json.dumps(record))
-    done = command(tmp_path, "metrics", job_id, code=1)
-    assert "a version of clusterjob without metrics submitted it" in done.stderr
+    spec = record["spec"]
+    older = {name: value for name, value in spec.items() if name != "metrics"}
+    for changed, why in (
+        (spec | {"metrics": True, "launcher": "srun"}, "srun starts its workers without an agent"),
+        (older, "a version of clusterjob without metrics submitted it"),
+    ):
+        path.write_text(json.dumps(record | {"spec": changed}))
+        assert why in command(tmp_path, "metrics", job_id, code=1).stderr

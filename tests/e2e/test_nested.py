@@ -5,9 +5,11 @@ The node zip on its PYTHONPATH shadows the installed package and contains all ne
 
 from __future__ import annotations
 
+import re
 import textwrap
 from pathlib import Path
 
+import pytest
 from commands import command
 from launching import write_tree
 
@@ -25,7 +27,6 @@ INNER = """
     import os, clusterjob
     print("inner", os.environ["RANK"], os.environ["WORLD_SIZE"], clusterjob.__file__.split("/")[-3])
 """
-SCRIPTS = {"outer.py": textwrap.dedent(OUTER), "inner.py": textwrap.dedent(INNER)}
 SUBMITS_FUNCTION = """
     import os, clusterjob
     def add(a, b):
@@ -36,25 +37,21 @@ SUBMITS_FUNCTION = """
 """
 
 
-def expected(out: str) -> list[str]:
-    return sorted(line[line.index("inner") :] for line in out.splitlines() if "inner" in line)
-
-
-SHOWN = [f"inner {rank} 2 clusterjob-node.pyz" for rank in (0, 1)]
-
-
-def test_local_job_runs_local_job(tmp_path: Path) -> None:
-    write_tree(tmp_path, **SCRIPTS)
+@pytest.mark.parametrize(
+    ("outer", "shown"),
+    [
+        (OUTER, [f"inner {rank} 2 clusterjob-node.pyz" for rank in (0, 1)]),
+        (SUBMITS_FUNCTION, ["result 5"]),
+    ],
+    ids=["script", "function"],
+)
+def test_local_job_runs_local_job(tmp_path: Path, outer: str, shown: list[str]) -> None:
+    files = {"outer.py": outer, "inner.py": INNER}
+    write_tree(tmp_path, **{name: textwrap.dedent(text) for name, text in files.items()})
     options = ("--cluster", "local", "--start", "exec", "--nodes", "2")
-    done = command(tmp_path, "run", *options, "outer.py", "local")
-    assert expected(done.stdout) == SHOWN
+    out = command(tmp_path, "run", *options, "outer.py", "local").stdout
+    assert sorted(re.findall(r"(?:inner|result) .*", out)) == shown
     records = Records().all()
-    assert sorted(record.name for record in records) == ["inner", "outer"]
+    assert len(records) == 2
     zips = {(record.job_dir / "clusterjob-node.pyz").read_bytes() for record in records}
     assert len(zips) == 1
-
-
-def test_job_submits_function(tmp_path: Path) -> None:
-    (tmp_path / "outer.py").write_text(textwrap.dedent(SUBMITS_FUNCTION))
-    done = command(tmp_path, "run", "--cluster", "local", "--start", "exec", "outer.py")
-    assert "result 5" in done.stdout

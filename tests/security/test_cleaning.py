@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from launching import write_tree
 
 from clusterjob.backends import base
 from clusterjob.backends.base import Leftover, Status
@@ -110,7 +111,12 @@ def test_job_that_is_not_certain_to_have_ended_is_never_removed(save: Save) -> N
     save("elsewhere-b", end=None, handle=Handle("local", "x", {"host": "other", "agents": []}))
     save("preempted-c", end=verdict(JobState.PREEMPTED))
     assert cleaning.find(Wanted()) == ([], 0)
-    for job_id, state in (("elsewhere-b", "UNKNOWN"), ("preempted-c", "PREEMPTED")):
+    save("run-d", end=None, handle=None, submitter=ProcessIdentity.of_this_process())
+    for job_id, state in (
+        ("elsewhere-b", "UNKNOWN"),
+        ("preempted-c", "PREEMPTED"),
+        ("run-d", "PENDING"),
+    ):
         with pytest.raises(UsageError, match=f"is {state}"):
             cleaning.named([Records().find(job_id)])
 
@@ -196,27 +202,23 @@ def test_job_with_mounted_file_system_is_kept(save: Save) -> None:
         subprocess.run(["umount", mounted], check=True)
 
 
-def test_directory_that_cannot_be_written_is_removed(tmp_path: Path) -> None:
+def test_directory_that_cannot_be_written_is_removed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Some tools, such as Go's module cache, make directories read-only; root ignores modes."""
-    tree = tmp_path / "job"
-    (tree / "read" / "only").mkdir(parents=True)
-    (tree / "read" / "only" / "file").touch()
-    (tree / "read" / "only").chmod(0o500)
-    (tree / "read").chmod(0o500)
-    if (pid := os.fork()) == 0:
-        code = 1
-        try:
-            if os.geteuid() == 0:
-                for folder in (tmp_path, tree, tree / "read", tree / "read" / "only"):
-                    os.chown(folder, 65534, 65534)
-                os.chmod(tmp_path, 0o700)
-                os.chdir(tmp_path)
-                os.setuid(65534)
-            files.remove_tree(Path("job") if os.getcwd() == str(tmp_path) else tree)
-            code = 0
-        finally:
-            os._exit(code)
-    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+    only = tmp_path / "job" / "read" / "only"
+    write_tree(only, file="")
+    only.chmod(0o500)
+    only.parent.chmod(0o500)
+    monkeypatch.chdir(tmp_path)
+    if os.geteuid() == 0:
+        for folder in (tmp_path, *tmp_path.rglob("*")):
+            os.chown(folder, 65534, 65534)
+        os.seteuid(65534)
+    try:
+        files.remove_tree(Path("job"))
+    finally:
+        os.seteuid(os.getuid())
     assert list(tmp_path.iterdir()) == []
 
 

@@ -9,9 +9,11 @@ import json
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from commands import command
 from fuzzing import JSON, changed, emptied, fuzz
 from hypothesis import strategies as st
 from procs import TEST_TIMEOUT
@@ -350,63 +352,19 @@ assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 16 << 10, "
 
 def test_broken_record_is_named_and_other_records_are_listed(tmp_path: Path) -> None:
     records = Records()
-    records.save(
-        Record(
-            "good-222222",
-            "x",
-            cluster="local",
-            backend="local",
-            job_dir=tmp_path,
-            nodes=1,
-            submitted_at="2026-01-01T00:00:00.000Z",
-            spec={},
-            handle=HANDLE,
-        )
-    )
-    records.save(
-        Record(
-            "gone-222222",
-            "x",
-            cluster="local",
-            backend="of-another-package",
-            job_dir=tmp_path,
-            nodes=1,
-            submitted_at="2026-01-01T00:00:00.000Z",
-            spec={},
-            handle=HANDLE,
-        )
-    )
+    good = replace(RECORD, job_id="good-222222", end=None, array=None, index=None)
+    records.save(good)
+    records.save(replace(good, job_id="gone-222222", backend="of-another-package"))
     bare = Handle("local", "bare-222222", data={})
-    records.save(
-        Record(
-            "bare-222222",
-            "x",
-            cluster="local",
-            backend="local",
-            job_dir=tmp_path,
-            nodes=1,
-            submitted_at="2026-01-01T00:00:00.000Z",
-            spec={},
-            handle=bare,
-        )
-    )
+    records.save(replace(good, job_id="bare-222222", handle=bare))
     (records.directory / "bad-222222.json").write_text('{"schema": 1, "nodes": "many"}')
     (records.directory / "dir-222222.json").mkdir()
-    for command in (["list"], ["list", "--json"], ["status", "--json"]):
-        done = subprocess.run(
-            [sys.executable, "-m", "clusterjob", *command],
-            capture_output=True,
-            text=True,
-            timeout=TEST_TIMEOUT,
-            check=False,
-        )
-        assert done.returncode == 0, done.stderr
-        assert "Traceback" not in done.stderr
-        if command == ["list"]:
-            assert "bad-222222.json" in done.stderr
-            assert "dir-222222.json" in done.stderr
-            assert [line.split()[:2] for line in done.stdout.splitlines()[1:]] == [
-                ["good-222222", "UNKNOWN"],
-                ["gone-222222", "UNKNOWN"],
-                ["bare-222222", "UNKNOWN"],
-            ]
+    for words in (["list", "--json"], ["status", "--json"], ["list"]):
+        done = command(tmp_path, *words)
+    assert "bad-222222.json" in done.stderr
+    assert "dir-222222.json" in done.stderr
+    assert [line.split()[:2] for line in done.stdout.splitlines()[1:]] == [
+        ["good-222222", "UNKNOWN"],
+        ["gone-222222", "UNKNOWN"],
+        ["bare-222222", "UNKNOWN"],
+    ]

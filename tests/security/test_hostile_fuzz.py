@@ -1,82 +1,31 @@
 """Any answer of a host is accepted or raises one error.
 
-The tests send fuzzed answers over a real pair of sockets.
+The host is a function that gives fuzzed answers.
 """
 
 from __future__ import annotations
 
 import contextlib
-import itertools
 import json
-import shutil
-import socket
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from fuzzing import JSON, changed, fuzz
+import pytest
+from fuzzing import JSON, changed, emptied, fuzz
+from hostile_host import MIRRORS, exchange, packed, polled
 from hypothesis import strategies as st
+from launching import write_tree
 
-from clusterjob.backends.slurm.mirror import ClusterMirror
-from clusterjob.core.records import Record
 from clusterjob.errors import ClusterJobError
 from clusterjob.remote import answer_schemas
 from clusterjob.remote.fetch import Fetch, Request
-from clusterjob.remote.mirror import JobMirror
-from clusterjob.remote.protocol import Exchange
 
-HASH = "a" * 64
 NAMES_OF_CALLS = sorted({*answer_schemas.ANSWERS, "put"})
-POLLED: dict[str, Any] = {
-    "known": True,
-    "alive": False,
-    "more": False,
-    "files": [
-        {"path": "events.jsonl", "offset": 0, "size": 3},
-        {"path": "result.json", "stamp": "1", "size": 2},
-    ],
-}
-HONEST: dict[str, tuple[dict[str, Any], bytes]] = {
-    "poll": ({"jobs": [POLLED], "clock": 1.0}, b"abcde"),
-    "check": (
-        {
-            "errors": [],
-            "identity": "x",
-            "addresses": ["10.0.0.1"],
-            "host": "gpu1",
-            "home": "/h",
-            "time": 1.5,
-            "python": "3.11.2",
-            "torch": None,
-            "free": 10**10,
-            "gpus": ["0 H100"],
-        },
-        b"",
-    ),
-    "interpreter": (
-        {
-            "torch": True,
-            "unfit": "",
-            "setup": False,
-            "version": [3, 11, 2],
-            "executable": "/p",
-            "died": "",
-            "facts": {
-                "torch": "2.13",
-                "broken": "",
-                "fork": "",
-                "seconds": 1.0,
-                "cuda": "",
-                "gpus": 0,
-                "driver_error": "",
-                "backends": [],
-            },
-        },
-        b"",
-    ),
-    "run_command": ({"code": 0, "out": 2}, b"outerr"),
-    "install": ({"missing": [HASH]}, b""),
-}
+POLLED = polled(
+    {"path": "events.jsonl", "offset": 0, "size": 3},
+    {"path": "result.json", "stamp": "1", "size": 2},
+)
 NAMES = st.sampled_from(
     [
         "runs",
@@ -110,20 +59,10 @@ ENTRIES = st.lists(
 )
 
 
-@contextlib.contextmanager
-def host(*answers: bytes) -> Iterator[Exchange]:
-    """Yield an exchange with a host that has already sent its answers and hung up."""
-    ours, theirs = socket.socketpair()
-    with ours, theirs:
-        for data in answers:
-            theirs.sendall(data)
-        theirs.shutdown(socket.SHUT_WR)
-        yield Exchange("gpu1", ours, timeout=20.0)
-
-
-def packed(answer: Any, data: bytes) -> bytes:
-    header = {"size": len(data), **answer} if isinstance(answer, dict) else answer
-    return json.dumps(header).encode() + b"\n" + data
+def host(*answers: bytes) -> Callable[[Any], bytes]:
+    """Return a host that gives these answers to its calls and then hangs up."""
+    given = iter(answers)
+    return lambda _: next(given, b"")
 
 
 @contextlib.contextmanager
@@ -138,89 +77,36 @@ def at_most_one_host_error() -> Iterator[None]:
 
 @fuzz(data=st.binary(max_size=300), name=st.sampled_from(NAMES_OF_CALLS))
 def test_any_bytes_from_host_are_an_answer_or_one_error(data: bytes, name: str) -> None:
-    with host(data) as exchange, at_most_one_host_error():
-        exchange.ask(name)
-
-
-@fuzz(
-    pair=st.sampled_from(sorted(HONEST)).flatmap(
-        lambda name: st.tuples(st.just(name), changed(HONEST[name][0]))
-    ),
-    data=st.binary(max_size=8),
-)
-def test_accepted_answer_has_expected_fields_and_types(pair: tuple[str, Any], data: bytes) -> None:
-    name, answer = pair
-    honest = HONEST[name][0]
-    with host(packed(answer, data)) as exchange, at_most_one_host_error():
-        found, _ = exchange.ask(name)
-        required = honest.keys() - {"code", "out"}
-        assert "error" in found or required <= found.keys()
-        for key in required & found.keys():
-            assert isinstance(found[key], (type(honest[key]), type(None), int, float))
-
-
-NUMBER = itertools.count()
+    with at_most_one_host_error():
+        exchange(host(data)).ask(name)
 
 
 def example_directory(tmp_path: Path) -> Path:
-    """Return a new directory for one example; the test may write only below its `here`."""
-    root = tmp_path / f"example{next(NUMBER)}"
-    (root / "here").mkdir(parents=True)
-    (root / "here" / "token").write_text("secret")
+    """Return an empty directory for one example; the test may write only below its `here`."""
+    root = emptied(tmp_path / "example")
+    write_tree(root, **{"here/token": "secret"})
     return root
 
 
 def assert_nothing_beside(root: Path) -> None:
     assert [path.name for path in root.iterdir()] == ["here"]
     assert (root / "here" / "token").read_text() == "secret"
-    shutil.rmtree(root)
 
 
+@pytest.mark.parametrize("poll", MIRRORS)
 @fuzz(
-    answer=changed(HONEST["poll"][0]),
+    answer=changed(POLLED),
     data=st.just(b"abcde") | st.binary(max_size=8),
     logs=st.booleans(),
 )
-def test_job_mirror_of_any_answer_writes_only_permitted_files(
-    tmp_path: Path, answer: Any, data: bytes, logs: bool
+def test_mirror_of_any_answer_writes_only_permitted_files(
+    tmp_path: Path, poll: Callable[..., None], answer: Any, data: bytes, logs: bool
 ) -> None:
     root = example_directory(tmp_path)
-    with host(packed(answer, data)) as exchange, at_most_one_host_error():
-        JobMirror("x-1", root / "here", node=0).poll(exchange, logs=logs)
-    assert {path.name for path in (root / "here").iterdir()} <= {
-        "token",
-        "events.jsonl",
-        "result.json",
-        "ends",
-        "logs",
-    }
-    assert_nothing_beside(root)
-
-
-@fuzz(answer=changed(HONEST["poll"][0]), data=st.just(b"abcde") | st.binary(max_size=8))
-def test_cluster_mirror_of_any_answer_writes_only_permitted_files(
-    tmp_path: Path, answer: Any, data: bytes
-) -> None:
-    root = example_directory(tmp_path)
-    record = Record(
-        "x-1",
-        "x",
-        cluster="hpc",
-        backend="slurm",
-        job_dir=root / "here",
-        nodes=1,
-        submitted_at="2026-01-01T00:00:00Z",
-        spec={},
-    )
-    with host(packed(answer, data)) as exchange, at_most_one_host_error():
-        ClusterMirror("login1").poll(exchange.ask, [(record, True)])
-    assert {path.name for path in (root / "here").iterdir()} <= {
-        "token",
-        "events.jsonl",
-        "result.json",
-        "ends",
-        "logs",
-    }
+    with at_most_one_host_error():
+        poll(host(packed(answer, data)), root / "here", logs=logs)
+    permitted = {"token", "events.jsonl", "result.json", "ends", "logs"}
+    assert {path.name for path in (root / "here").iterdir()} <= permitted
     assert_nothing_beside(root)
 
 
@@ -259,8 +145,8 @@ def test_fetch_of_any_tree_writes_only_below_requested_path(
         sent={},
         notes=tmp_path / "notes.json",
     )
-    with host(*answers) as exchange, at_most_one_host_error():
-        Fetch(exchange, request).run()
+    with at_most_one_host_error():
+        Fetch(exchange(host(*answers)), request).run()
     written = {
         path.relative_to(root / "here").as_posix() for path in (root / "here").rglob("*")
     } - {"token"}

@@ -1,6 +1,6 @@
 """Answers of a hostile host do not exhaust, hang or break the submitter.
 
-Each answer is bounded and checked, and errors name the host. The host is a real sshd.
+The host is a real sshd. Errors name it.
 """
 
 from __future__ import annotations
@@ -8,7 +8,6 @@ from __future__ import annotations
 import subprocess
 import sys
 import time
-from pathlib import Path
 
 import pytest
 from hostile_host import hostile
@@ -18,59 +17,17 @@ from verdicts import wait_for_verdict
 
 from clusterjob.core import polling
 from clusterjob.core.records import Record
-from clusterjob.errors import HostError
 from clusterjob.node.verdict import JobState
-from clusterjob.remote import mirror
 
-POLL_ANSWER = '{"known": True, "alive": True, "files": [], "more": False}'
-
-# Invalid answers, each the same for every request.
-PLAYS = {
-    "size of a terabyte": "def answer(request): return {'size': 10**12}, b''",
-    "negative size": "def answer(request): return {'size': -1}, b''",
-    "size of a wrong type": "def answer(request): return {'size': '7'}, b''",
-    "no object": "def answer(request): say(b'[1, 2]\\n')",
-    "nothing": "def answer(request): say(b'{}\\n')",
-    "no JSON": "def answer(request): say(b'clusterjob-session ready\\n')",
-    "deep JSON": "def answer(request): say(b'[' * 500000 + b'\\n')",
-    "long number": "def answer(request): say(b'{\"size\": ' + b'9' * 500000 + b'}\\n')",
-    "not a number": "def answer(request): say(b'{\"size\": NaN}\\n')",
-    "fewer bytes": (
-        f"def answer(request): say(json.dumps({{'size': 9, **{POLL_ANSWER}}}).encode() "
-        "+ b'\\n123'); sys.exit()"
-    ),
-    "always more": (
-        "def answer(request): return {'known': True, 'alive': True, 'files': [], 'more': True}, b''"
-    ),
-    "wrong types": (
-        "def answer(request): return {'known': 1, 'alive': 'yes', 'files': 3, 'more': None}, b''"
-    ),
-    "files of a wrong type": (
-        "def answer(request): "
-        "return {'known': True, 'alive': True, 'files': [3], 'more': False}, b''"
-    ),
-    "40,000 files": """
-def answer(request):
-    files = [{"path": f"logs/node0/f{number}", "offset": 0, "size": 1} for number in range(40000)]
-    return {"known": True, "alive": True, "files": files, "more": False}, b"x" * 40000
-""",
-    "path outside the job": """
-def answer(request):
-    files = [{"path": "../../x", "stamp": "1", "size": 1}]
-    return {"known": True, "alive": True, "files": files, "more": False}, b"x"
-""",
-    "size larger than the data": """
-def answer(request):
-    files = [{"path": "result.json", "stamp": "1", "size": 5}]
-    return {"known": True, "alive": True, "files": files, "more": False}, b"x"
-""",
-    "error of a wrong type": "def answer(request): return {'error': 5}, b''",
-    "endless error": "def answer(request): return {'error': 'x' * 900000}, b''",
-    "endless line": """
+TERABYTE = "def answer(request): return {'size': 10**12}, b''"
+NOTHING = "def answer(request): say(b'{}\\n')"
+ENDLESS_LINE = """
 def answer(request):
     while True:
         say(b"x" * 65536)
-""",
+"""
+# Hosts that send no session; `test_hostile_mirror.py` has invalid answers in a session.
+INTRODUCTIONS = {
     "endless data before the session": """
 def introduction():
     while True:
@@ -130,7 +87,7 @@ def assert_unknown(record: Record, name: str, *, seconds: float) -> None:
 
 def test_status_with_invalid_answer_is_unknown_and_names_host(site: Site, record: Record) -> None:
     with hostile(site.ssh_network.hosts["gpu1"]) as play:
-        for name, code in PLAYS.items():
+        for name, code in INTRODUCTIONS.items():
             play(code)
             assert_unknown(record, name, seconds=60)
 
@@ -149,18 +106,12 @@ def test_status_and_list_show_error_of_hostile_host_without_traceback(
     """`list` still shows another job, on an honest host."""
     other = site.submit("", hosts="gpu2")
     wait_for_verdict(other)
-    with hostile(site.ssh_network.hosts["gpu1"], PLAYS["size of a terabyte"]):
+    with hostile(site.ssh_network.hosts["gpu1"], TERABYTE):
         for args in (["status"], ["list"], ["status", record.job_id]):
             code, out, err = site.run(*args)
             assert (code, "Traceback" in err) == (0, False), err
             assert "gpu1: it sends a malformed answer: it announces 1000000000000 bytes" in out
             assert ("SUCCEEDED" in out) == (args == ["list"])
-
-
-def test_logs_end_when_host_always_announces_more(site: Site, record: Record) -> None:
-    with hostile(site.ssh_network.hosts["gpu1"], PLAYS["always more"]):
-        code, _, _ = site.run("logs", record.job_id)
-    assert code in (0, 1)
 
 
 def test_hosts_command_shows_honest_host_beside_hostile_one(site: Site) -> None:
@@ -185,16 +136,6 @@ def test_hosts_command_shows_honest_host_beside_hostile_one(site: Site) -> None:
     assert "no torch" in shown  # the answer of gpu2, the honest host
 
 
-def test_submit_with_invalid_answer_fails_and_names_host(site: Site) -> None:
-    with hostile(
-        site.ssh_network.hosts["gpu1"], "def answer(request): return {'errors': [7]}, b''"
-    ):
-        code, _, err = site.run("submit", *site.options(hosts="gpu1"), site.script(""))
-    assert (code, "Traceback" in err) == (1, False)
-    why = "Expected `str`, got `int` - at `$.errors[0]`"
-    assert f"gpu1: it sends a malformed answer: {why}" in err
-
-
 def test_memory_is_bounded_while_host_sends_without_end(site: Site, record: Record) -> None:
     """Compare the peak memory of two processes: for an endless line and for an empty answer."""
 
@@ -217,32 +158,9 @@ def test_memory_is_bounded_while_host_sends_without_end(site: Site, record: Reco
         assert why in done.stdout, done.stderr
         return int(done.stderr.split()[-1]) * 1024
 
-    with hostile(site.ssh_network.hosts["gpu1"], PLAYS["nothing"]) as play:
+    with hostile(site.ssh_network.hosts["gpu1"], NOTHING) as play:
         quiet = peak("Object missing required field `size`")
-        play(PLAYS["endless line"])
+        play(ENDLESS_LINE)
         grown = peak("a line of more than") - quiet
     print(f"the peak grew by {grown / 1e6:.1f} MB")
     assert grown < 64 << 20
-
-
-def test_events_file_of_host_does_not_exceed_its_size_limit(tmp_path: Path) -> None:
-    """Events are read as a whole; log files may be longer."""
-    at_bound = mirror.MAX_EVENTS_BYTES - 1
-
-    def keep(name: str, offset: int) -> None:
-        mirror.keep(
-            "gpu1",
-            tmp_path,
-            file={"path": name, "offset": offset},
-            content=b"x",
-            sizes={name: offset},
-            stamps={},
-            grown=[name],
-            replaced=[],
-        )
-
-    keep("events.jsonl", at_bound)
-    with pytest.raises(HostError, match="more than"):
-        keep("events.jsonl", at_bound + 1)
-    assert (tmp_path / "events.jsonl").stat().st_size == mirror.MAX_EVENTS_BYTES
-    keep("logs/node0/rank0.out", at_bound + 1)

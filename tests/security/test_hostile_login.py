@@ -1,106 +1,46 @@
-"""A hostile Slurm login host: a real sshd sends any answer for Slurm and job directories."""
+"""A hostile Slurm login host sends any answer for Slurm and job directories: short errors.
+
+The host is a function that answers the calls of each session.
+"""
 
 from __future__ import annotations
 
+import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
-from hostile_host import hostile
+from hostile_host import Answer, exchange, polled
 from procs import TEST_TIMEOUT
-from sshsite import Site
 
 from clusterjob.backends import base
 from clusterjob.backends.slurm.login_host import Login
+from clusterjob.cli import main
 from clusterjob.core import job_settings, jobs, polling
+from clusterjob.core.config import Settings
 from clusterjob.core.plans import new_id
 from clusterjob.core.records import Handle, Record, Records, home
 from clusterjob.errors import ClusterJobError
 from clusterjob.node.logs import events
 from clusterjob.node.program import Program
-from clusterjob.node.verdict import JobState
+from clusterjob.remote.sessions import Sessions
 
-# The code of a hostile host defines `command(argv)`, which returns the output of a Slurm command,
-# and `polled(request)`, which answers for the job directories.
-_LOGIN = r"""
-def command(argv):
-    return ""
-def polled(request):
-    return {"jobs": [{"known": True, "files": [], "more": False} for _ in request["jobs"]]}, b""
-def answer(request):
-    if request["call"] == "poll":
-        return polled(request)
-    if request["call"] == "run_command":
-        return ran(request["argv"])
-    if request["call"] == "check":
-        return checked(), b""
-    return {"missing": []}, b""
-def ran(argv):
-    output = command(argv).encode()
-    return {"code": 0, "out": len(output)}, output
-def checked():
-    return {
-        "errors": [], "identity": "x", "addresses": ["10.0.0.1"], "host": "gpu1", "home": "/h",
-        "time": time.time(), "python": "3.11.2", "torch": None, "free": 10**10, "gpus": [],
-    }
-# The line of squeue for one job, with the field separator that the command requests.
-def queue(argv, **changes):
-    separator = argv[-1].removeprefix("--format=%F").partition("%K")[0]
-    fields = dict(base="7", task="N/A", own="7", state="PENDING", reason="Resources", start="N/A",
-                  submitted="1", name="train", directory="/h/jobs/JOB", comment="clusterjob:JOB")
-    return separator.join([*(fields | changes).values(), ""]) + "\n"
-"""
-_ENDLESS = """
-round, data = 0, b"x" * (4 << 20)
-def polled(request):
-    global round
-    round += 1
-    files = {files}
-    answer = {{"jobs": [{{"known": True, "files": files, "more": True}}]}}
-    return answer, data[:sum(file["size"] for file in files)]
-"""
-REPLACED = _ENDLESS.format(
-    files="""[{"path": "ends/node0.json", "stamp": str(round), "size": len(data)}]"""
-)
-REPLACED_LOG = _ENDLESS.format(
-    files="""[{"path": "logs/node0/rank0.out", "stamp": str(round), "size": len(data)}]"""
-)
-# Of two files, one grows and the other is reported as removed.
-GONE_LOG = _ENDLESS.format(
-    files="""[{"path": f"logs/node0/rank{round % 2}.out", "gone": True, "size": 0},
-              {"path": f"logs/node0/rank{1 - round % 2}.out", "offset": 0, "size": len(data)}]"""
-)
+OPTIONS = {"connect_timeout": "3"}
+ESCAPES = "\x1b]52;c;eA==\x07\x1b[2J\u202e"
 
 
 @pytest.fixture
-def connect_timeout() -> str:
-    return "3"
-
-
-@pytest.fixture
-def record(site: Site, connect_timeout: str) -> Record:
+def record(tmp_path: Path) -> Record:
     """Return a job of a Slurm cluster whose login host is gpu1."""
-    set_ = {"ssh_config": str(site.ssh_network.config), "connect_timeout": connect_timeout}
     job_id = new_id("train")
-    handle = Handle(
-        "slurm",
-        "7",
-        data={
-            "ids": ["7"],
-            "cluster": None,
-            "at": time.time() - 60,
-            "login": Login.named("gpu1", set_, ()).to_json(),
-        },
-    )
+    login = Login.named("gpu1", OPTIONS, ()).to_json()
+    data = {"ids": ["7"], "cluster": None, "at": time.time() - 60, "login": login}
     spec: dict[str, Any] = {
-        "login": "gpu1",
-        "launcher": "srun",
-        "options": set_,
-        "setup": [],
-        "nproc_per_node": 1,
-        "workdir": str(site.directory),
-    }
+        "login": "gpu1", "launcher": "srun", "options": OPTIONS, "setup": [], "nproc_per_node": 1,
+        "workdir": str(tmp_path),
+    }  # fmt: skip
     made = Record(
         job_id,
         "train",
@@ -110,148 +50,131 @@ def record(site: Site, connect_timeout: str) -> Record:
         nodes=1,
         submitted_at=events.now(),
         spec=spec,
-        handle=handle,
+        handle=Handle("slurm", "7", data=data),
     )
     made.job_dir.mkdir(parents=True)
     Records().save(made)
     return made
 
 
-@pytest.fixture
-def play(site: Site, record: Record) -> Iterator[Callable[[str], None]]:
-    with hostile(site.ssh_network.hosts["gpu1"], _LOGIN) as change:
-
-        def play(code: str) -> None:
-            drop_connection()
-            change((_LOGIN + code).replace("JOB", record.job_id))
-
-        yield play
-    drop_connection()
+def printed(text: str) -> Answer:
+    return {"code": 0, "out": len(text.encode())}, text.encode()
 
 
-def drop_connection() -> None:
-    """Drop the cached connection; the next command opens one, like a new process."""
-    backend: Any = base._loaded.pop("slurm", None)
-    if backend is not None:
-        backend.close()
+def queue(request: dict[str, Any], job: str, **changes: str) -> str:
+    """Return the line of squeue for one job, with the field separator of the command."""
+    separator = request["argv"][-1].removeprefix("--format=%F").partition("%K")[0]
+    fields = {
+        "base": "7", "task": "N/A", "own": "7", "state": "PENDING", "reason": "Resources",
+        "start": "N/A", "submitted": "1", "name": "train", "directory": f"/h/jobs/{job}",
+        "comment": f"clusterjob:{job}",
+    }  # fmt: skip
+    return separator.join([*(fields | changes).values(), ""]) + "\n"
 
 
-@pytest.mark.parametrize(
-    ("code", "why"),
-    [
-        (REPLACED, "it replaces result files of one job too often, more than 67.1 MB"),
-        (REPLACED_LOG, "it sends a file that was not asked for: 'logs/node0/rank0.out'"),
-        (GONE_LOG, "it sends a file that was not asked for: 'logs/node0/rank1.out'"),
-    ],
-    ids=["replaced", "replaced log", "gone log"],
-)
-def test_logs_end_when_login_host_sends_without_end(
-    site: Site, record: Record, play: Callable[[str], None], code: str, why: str
-) -> None:
-    play(code)
-    site.run("logs", record.job_id)
-    polling.collect(record)
-    status = polling.status(record)
-    assert (status.state, f"gpu1: {why}" in status.reason) == (JobState.UNKNOWN, True), status
-
-
-ESCAPES = "\\x1b]52;c;eA==\\x07\\x1b[2J\\u202e"
-RAN = "def ran(argv): return {}, {}"
-# Answers of a login host to any Slurm command.
-COMMANDS = {
-    "absent with escapes": RAN.format(f"{{'absent': '{ESCAPES}'}}", "b''"),
-    "refused with escapes": RAN.format("{'code': 1, 'out': 0}", f"'{ESCAPES}'.encode() * 1000"),
-    "refused at length": RAN.format("{'code': 1, 'out': 0}", "b'x' * (8 << 20)"),
-    "binary output": RAN.format("{'code': 0, 'out': 4}", "b'\\xff\\x00\\xfe\\n'"),
-    "escapes in the queue": (
-        f"def command(argv): return queue(argv, reason='{ESCAPES}', name='{ESCAPES}', "
-        f"start='{ESCAPES}')"
-    ),
-    "invalid numbers": """
-def command(argv):
-    return queue(argv, base="²", task="9" * 5000, own="²", start="9" * 11, submitted="9" * 11)
-""",
-    "false reports of srun": """
-def polled(request):
-    data = b"1\\nsrun: error: n1: tasks 5-3: Exited with exit code 999\\n"
-    data += b"srun: error: n1: task " + b"9" * 6000 + b": Killed\\n"
-    files = [{"path": "ends/srun.0", "stamp": "1", "size": 2}]
-    files += [{"path": "logs/slurm.out", "offset": 0, "size": len(data) - 2}]
+def reports(request: dict[str, Any], _job: str) -> Answer:
+    """Send false reports of srun."""
+    log = b"srun: error: n1: tasks 5-3: Exited with exit code 999\n"
+    log += b"srun: error: n1: task " + b"9" * 6000 + b": Killed\n"
+    files: list[dict[str, Any]] = [{"path": "ends/srun.0", "stamp": "1", "size": 2}]
     if "logs/slurm.out" in request["jobs"][0]["sizes"]:
-        files, data = files[:1], data[:2]
-    return {"jobs": [{"known": True, "files": files, "more": False}]}, data
-""",
-    "many rows": (
-        "def command(argv): "
-        "return ''.join(queue(argv, base=str(n), own=str(n)) for n in range(10000))"
-    ),
-    "endless answer": """
-def ran(argv):
-    while True:
-        say(b"x" * 65536)
-""",
-    "clock far in the future": """
-def checked(honest=checked):
-    return honest() | {"time": 1e299}
-def command(argv):
-    return "7\\n"
-""",
+        return polled(*files), b"1\n"
+    files.append({"path": "logs/slurm.out", "offset": 0, "size": len(log)})
+    return polled(*files), b"1\n" + log
+
+
+def checked(**changes: Any) -> Answer:
+    found = {
+        "errors": [], "identity": "x", "addresses": ["10.0.0.1"], "host": "gpu1", "home": "/h",
+        "time": time.time(), "python": "3.11.2", "torch": None, "free": 10**10, "gpus": [],
+    }  # fmt: skip
+    return found | changes, b""
+
+
+# How a host answers calls, by their names; the second argument is the id of the job.
+Plays = dict[str, Callable[[dict[str, Any], str], Answer]]
+HONEST: Plays = {
+    "poll": lambda request, _: ({**polled(), "jobs": polled()["jobs"] * len(request["jobs"])}, b""),
+    "run_command": lambda *_: printed(""),
+    "check": lambda *_: checked(),
 }
-ONE_BYTE_PER_SECOND = """
-def ran(argv):
-    for byte in b'{"size": 5, "code": 0, "out": 5}':
-        say(bytes([byte]))
-        time.sleep(1)
-"""
+PLAYS: dict[str, Plays] = {
+    "absent with escapes": {"run_command": lambda *_: ({"absent": ESCAPES}, b"")},
+    "refused with escapes": {
+        "run_command": lambda *_: ({"code": 1, "out": 0}, ESCAPES.encode() * 1000)
+    },
+    "refused at length": {"run_command": lambda *_: ({"code": 1, "out": 0}, b"x" * (8 << 20))},
+    "binary output": {"run_command": lambda *_: ({"code": 0, "out": 4}, b"\xff\x00\xfe\n")},
+    "escapes in the queue": {
+        "run_command": lambda request, job: printed(
+            queue(request, job, reason=ESCAPES, name=ESCAPES, start=ESCAPES)
+        )
+    },
+    "invalid numbers": {
+        "run_command": lambda request, job: printed(
+            queue(
+                request, job, base="²", task="9" * 5000, own="²", start="9" * 11, submitted="9" * 11
+            )
+        )
+    },
+    "false reports of srun": {"poll": reports},
+    "many rows": {
+        "run_command": lambda request, job: printed(
+            "".join(queue(request, job, base=str(n), own=str(n)) for n in range(10_000))
+        )
+    },
+    "endless answer": {"run_command": lambda *_: b"x" * (32 << 20)},
+    "clock far in the future": {
+        "check": lambda *_: checked(time=1e299),
+        "run_command": lambda *_: printed("7\n"),
+    },
+}
 
 
-def submit(site: Site, record: Record) -> None:
-    options = [f"{key}={value}" for key, value in record.spec["options"].items()]
-    settings = job_settings.resolve(
-        {"login": "gpu1", "set": options, "python": site.python}, None, directory=site.directory
-    )
-    spec = job_settings.make_spec(
-        Program("script", site.script("")), settings, directory=site.directory
-    )
-    jobs.submit(jobs.plan(spec, settings), "hpc", detach=True)
+@pytest.fixture
+def play(record: Record, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
+    """Return a function that lets the login host play one of `PLAYS`."""
+
+    def play(name: str) -> None:
+        plays = HONEST | PLAYS[name]
+
+        def answer(request: dict[str, Any]) -> Answer:
+            chosen = plays.get(request["call"])
+            return ({"missing": []}, b"") if chosen is None else chosen(request, record.job_id)
+
+        monkeypatch.delitem(base._loaded, "slurm", raising=False)  # like a new process
+        monkeypatch.setattr(Sessions, "session", lambda *_: exchange(answer))
+
+    return play
 
 
-def run_doctor_checks(site: Site, record: Record) -> list[str]:
-    options = [f"{key}={value}" for key, value in record.spec["options"].items()]
-    settings = job_settings.resolve(
-        {"login": "gpu1", "set": options, "python": site.python}, None, directory=site.directory
-    )
-    return [str(check) for check in jobs.doctor_checks(settings, site.directory)]
+def settings(directory: Path) -> Settings:
+    options = [f"{key}={value}" for key, value in OPTIONS.items()]
+    flags = {"login": "gpu1", "set": options, "python": sys.executable}
+    return job_settings.resolve(flags, None, directory=directory)
 
 
-@pytest.mark.parametrize("name", COMMANDS)
+def submit(directory: Path) -> None:
+    (directory / "train.py").touch()
+    program, found = Program("script", "train.py"), settings(directory)
+    spec = job_settings.make_spec(program, found, directory=directory)
+    jobs.submit(jobs.plan(spec, found), "hpc", detach=True)
+
+
+@pytest.mark.parametrize("name", PLAYS)
 def test_invalid_slurm_answer_of_login_host_gives_bounded_status_or_error(
-    site: Site, record: Record, play: Callable[[str], None], name: str
+    record: Record, play: Callable[[str], None], tmp_path: Path, name: str
 ) -> None:
-    play(COMMANDS[name])
-    assert_commands_are_bounded(site, record)
-
-
-@pytest.mark.parametrize("connect_timeout", ["1"])
-@pytest.mark.slow
-def test_login_host_that_answers_one_byte_per_second_is_given_up(
-    site: Site, record: Record, play: Callable[[str], None]
-) -> None:
-    play(ONE_BYTE_PER_SECOND)
-    assert_commands_are_bounded(site, record)
-
-
-def assert_commands_are_bounded(site: Site, record: Record) -> None:
-    """Run each command: it ends in time, with a short status or a short ClusterJobError."""
+    """Each command ends in time, with a short status or a short ClusterJobError."""
     calls: dict[str, Callable[[], Any]] = {
         "status": lambda: polling.status(Records().find(record.job_id)).reason,
         "cancel": lambda: jobs.cancel([Records().find(record.job_id)]),
         "logs": lambda: polling.collect(Records().find(record.job_id)),
-        "doctor": lambda: run_doctor_checks(site, record),
-        "submit": lambda: submit(site, record),
+        "doctor": lambda: [*jobs.doctor_checks(settings(tmp_path), tmp_path)],
+        "submit": lambda: submit(tmp_path),
     }
     for command_name, call in calls.items():
-        drop_connection()
+        play(name)
         begin = time.monotonic()
         try:
             message = str(call())
@@ -265,9 +188,11 @@ def assert_commands_are_bounded(site: Site, record: Record) -> None:
     "name", ["escapes in the queue", "refused with escapes", "absent with escapes"]
 )
 def test_control_characters_from_login_host_are_escaped_in_output(
-    site: Site, record: Record, play: Callable[[str], None], name: str
+    record: Record, play: Callable[[str], None], capsys: pytest.CaptureFixture[str], name: str
 ) -> None:
-    play(COMMANDS[name])
-    for args in (["status", record.job_id], ["cancel", record.job_id]):
-        _, out, err = site.run(*args)
-        assert not {"\x1b", "\x07", "\u202e"} & set(out + err), args
+    for verb in ("status", "cancel"):
+        play(name)
+        main([verb, record.job_id])
+        out, err = capsys.readouterr()
+        assert record.job_id in out + err
+        assert not {"\x1b", "\x07", "\u202e"} & set(out + err), verb

@@ -2,59 +2,15 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
-import os
-import signal
 from pathlib import Path
 from typing import Any
 
 import pytest
-from hostile_host import hostile
-from procs import wait_until
-from sshsite import SLEEPER, TEST_TIMEOUT, Site, close_connections, wait_for_lines, workers_on
-from verdicts import wait_for_verdict
 
 from clusterjob.backends.ssh import status
-from clusterjob.core import polling
-from clusterjob.core.records import Handle, Record, Records
+from clusterjob.core.records import Handle, Record
 from clusterjob.errors import HostError
-from clusterjob.node.verdict import JobState
-
-# Node 1 claims a success that node 0 has not declared. The end time is so old that status would
-# not poll again.
-CLAIMS = """
-def answer(request):
-    if request["call"] != "poll":
-        return {}, b""
-    end = {"schema": 1, "state": "SUCCEEDED", "exit_code": 0, "restarts": 0, "node_rank": 1,
-           "ended_at": "2000-01-01T00:00:00Z"}
-    data = json.dumps(end).encode()
-    files = [{"path": "ends/node1.json", "stamp": "1", "size": len(data)}]
-    return {"known": True, "alive": False, "files": files, "more": False}, data
-"""
-
-
-def test_success_claimed_by_one_node_does_not_end_the_job(site: Site) -> None:
-    record = site.submit(SLEEPER, set={"connect_timeout": "5"})
-    wait_for_lines(record, "up 0", "up 1")
-    coordinator = site.ssh_network.hosts["gpu1"]
-    with hostile(site.ssh_network.hosts["gpu2"], CLAIMS):
-        assert polling.status(Records().find(record.job_id)).state is JobState.RUNNING
-        assert (record.job_dir / "ends" / "node1.json").exists(), "the claim has arrived"
-        coordinator.stop()
-        close_connections()
-        polling.status(Records().find(record.job_id))
-        noted = Records().find(record.job_id)
-        assert (noted.end is None) or noted.may_be_corrected, "node 0 has not been polled"
-        coordinator.start()
-        close_connections()
-        assert polling.status(Records().find(record.job_id)).state is JobState.RUNNING
-        for pid in workers_on(coordinator):
-            with contextlib.suppress(ProcessLookupError):  # the first signal may end it
-                os.kill(pid, signal.SIGTERM)
-        wait_until(lambda: not workers_on(coordinator), TEST_TIMEOUT, "the end on gpu1")
-        assert wait_for_verdict(record).state is not JobState.SUCCEEDED
 
 
 def write_end_files(job_dir: Path, states: dict[int, str]) -> None:

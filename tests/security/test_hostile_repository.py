@@ -8,16 +8,15 @@ from __future__ import annotations
 import json
 import os
 import subprocess
-import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
+from commands import command
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from launching import write_tree
-from procs import TEST_TIMEOUT
 
 from clusterjob.core import snapshot, uv_project
 from clusterjob.core.snapshot import git_revision
@@ -44,9 +43,8 @@ def sent_paths(root: Path, *, include_secrets: bool = False) -> list[str]:
 @pytest.fixture
 def repository(tmp_path: Path) -> Path:
     root = tmp_path / "clone"
-    root.mkdir()
-    git(root, "init", "-q", "-b", "work")
     write_tree(root, **{"a.py": "old\n", "data.bin": "1\n", "sub/b.py": "old\n"})
+    git(root, "init", "-q", "-b", "work")
     git(root, "add", ".")
     git(root, "commit", "-qm", "first")
     return root
@@ -72,8 +70,7 @@ def plant_commands(root: Path, mark: Path) -> None:
         "reference-transaction",
         "fsmonitor-watchman",
     ):
-        (root / ".git" / "hooks").mkdir(exist_ok=True)
-        (root / ".git" / "hooks" / hook).write_text(script.read_text())
+        write_tree(root / ".git" / "hooks", **{hook: script.read_text()})
         (root / ".git" / "hooks" / hook).chmod(0o755)
     (root / ".git" / "info" / "attributes").write_text("* filter=evil diff=evil\n")
     (root / ".gitattributes").write_text("* filter=evil diff=evil\n")
@@ -82,9 +79,8 @@ def plant_commands(root: Path, mark: Path) -> None:
 def test_git_executes_no_command_configured_by_a_clone(repository: Path, tmp_path: Path) -> None:
     mark = tmp_path / "executed"
     module = repository / "module"
-    module.mkdir()
-    git(module, "init", "-q")
     write_tree(module, inner="old\n")
+    git(module, "init", "-q")
     git(module, "add", ".")
     git(module, "commit", "-qm", "inner")
     git(repository, "add", "module")
@@ -366,28 +362,10 @@ def test_dry_run_lists_sent_files_with_sizes_and_left_out_secrets(tmp_path: Path
     write_tree(
         tmp_path, **{"train.py": "print()\n", "sub/data.csv": "x" * 2000, ".env": "TOKEN=hush"}
     )
-    argv = [
-        sys.executable,
-        "-m",
-        "clusterjob",
-        "submit",
-        "--dry-run",
-        "--cluster",
-        "ssh",
-        "--hosts",
-        "gpu1",
-    ]
 
-    def dry_run(*args: str) -> str:
-        done = subprocess.run(
-            [*argv, *args, "train.py"],
-            cwd=tmp_path,
-            capture_output=True,
-            text=True,
-            timeout=TEST_TIMEOUT,
-            check=False,
-        )
-        assert done.returncode == 0, done.stderr
+    def dry_run(*words: str) -> str:
+        options = ("--dry-run", "--cluster", "ssh", "--hosts", "gpu1", *words)
+        done = command(tmp_path, "submit", *options, "train.py")
         assert "hush" not in done.stdout + done.stderr
         return done.stdout
 

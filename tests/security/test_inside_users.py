@@ -1,8 +1,7 @@
-"""Commands inside a job: other users of the node, and a node that sends anything."""
+"""Commands inside a job: other users of the node."""
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import shutil
@@ -12,18 +11,12 @@ import tempfile
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
-from inside_job import Link, running
+from inside_job import running
 from procs import TEST_TIMEOUT, below
 
 from clusterjob.backends.slurm import step
-from clusterjob.core.inside import connection
-from clusterjob.core.records import Record
-from clusterjob.errors import InsideError
 from clusterjob.node import job_processes
 from clusterjob.node.inside import program, streams
-from clusterjob.node.inside.streams import Stream
 
 # The interpreter may be in a directory of root: modules are imported before the change of user.
 AS_NOBODY = """
@@ -71,40 +64,6 @@ def has_table(pid: int, job_id: str) -> bool:
         return job_processes.table_of(pid) is not None
     except OSError:
         return False
-
-
-frames = st.builds(
-    lambda kind, number, payload: (
-        bytes([kind])
-        + number.to_bytes(4, "big")
-        + len(payload).to_bytes(4, "big")
-        + payload
-        + b"\n"
-    ),
-    st.integers(0, 10),
-    st.integers(0, 5),
-    st.binary(max_size=50) | st.sampled_from([b'{"code": 3, "ended": false}', b'{"code": []}']),
-)
-
-
-@settings(max_examples=200)
-@given(sent=st.binary(max_size=200) | st.lists(frames, max_size=20).map(b"".join))
-def test_any_bytes_of_node_end_with_one_error(sent: bytes) -> None:
-    record = Record(
-        "t-1", "t", cluster="none", backend="none", job_dir=Path("/nonexistent"), nodes=1,
-        submitted_at="", spec={},
-    )  # fmt: skip
-    link = Link(sent)
-    received: list[bytes] = []
-    entered = connection.InsideConnection(record, 0, link, connection._Answer())
-    with contextlib.closing(entered):
-        for number in (1, 2):
-            entered.streams.add(Stream(number, sink=received.append))
-        with contextlib.suppress(InsideError):
-            while not entered.finished:
-                entered.handle(streams.wait_for_any([entered.streams], [], 0.1))
-            assert entered.exit_code() in range(256)
-    assert sum(map(len, received)) <= len(sent)
 
 
 @pytest.mark.root

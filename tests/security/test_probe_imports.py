@@ -5,7 +5,6 @@ That directory may be a cloned repository.
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 from typing import Any
 
@@ -53,7 +52,7 @@ def test_doctor_in_clone_imports_no_module_of_the_clone(
 
 
 def test_interpreter_probe_finds_torch_on_python_path_but_not_in_clone(
-    clone: Path, tmp_path: Path
+    clone: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     python = str(python_without_torch(tmp_path))
 
@@ -62,9 +61,6 @@ def test_interpreter_probe_finds_torch_on_python_path_but_not_in_clone(
         return host_check.interpreter("", Path("/"), "", python, **where)["torch"]
 
     assert not finds_torch()
-    os.environ["PYTHONPATH"], before = str(light_torch(tmp_path / "lib")), os.environ["PYTHONPATH"]
-    try:
-        assert finds_torch()
-    finally:
-        os.environ["PYTHONPATH"] = before
+    monkeypatch.setenv("PYTHONPATH", str(light_torch(tmp_path / "lib")))
+    assert finds_torch()
     assert not (tmp_path / "executed").exists()

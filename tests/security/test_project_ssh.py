@@ -24,9 +24,10 @@ def test_status_ignores_ssh_configuration_changed_after_submission(
     ours = site.path("ssh_config")
     ours.write_text(site.ssh_network.config.read_text())
     site.path("clusterjob.toml").write_text(
-        f'[clusters.lab]\nbackend = "ssh"\nhosts = "gpu1"\npython = "{site.python}"\n'
+        '[clusters.lab]\nbackend = "ssh"\nhosts = ["gpu[1-2]", "root@gpu3:22"]\n'
+        f'python = "{site.python}"\n'
         f'transport = "{transport}"\n'
-        'set = { ssh_config = "ssh_config", need_torch = false }\n'
+        'set = { ssh_config = "ssh_config", need_torch = false, remote_home = "~/elsewhere" }\n'
     )
     trust.record(site.path("clusterjob.toml"), project_file(site.path("clusterjob.toml")).data)
     settings = job_settings.resolve({}, "lab", directory=site.directory, executes=True)
@@ -47,6 +48,8 @@ def test_status_ignores_ssh_configuration_changed_after_submission(
     assert wait_for_verdict(record).state is JobState.SUCCEEDED
     polling.collect(Records().find(record.job_id))
     assert not mark.exists()
+    assert [str(host) for host in record.job.hosts] == ["gpu1", "gpu2", "root@gpu3:22"]
+    assert (site.ssh_network.hosts["gpu3"].home / "elsewhere" / "jobs" / record.job_id).is_dir()
 
 
 def test_ssh_configuration_of_user_is_not_copied(site: Site) -> None:

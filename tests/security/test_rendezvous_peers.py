@@ -5,13 +5,11 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-import os
 import resource
 import socket
 import struct
-import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Coroutine
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -19,11 +17,10 @@ from typing import Any
 import pytest
 from procs import TEST_TIMEOUT, Job, wait_until
 
-from clusterjob.node.environments.topology import Topology
 from clusterjob.node.logs.events import EventLog
 from clusterjob.node.options import parse
 from clusterjob.node.rendezvous import messages, protocol
-from clusterjob.node.rendezvous.identity import JobIdentity, NodeJob
+from clusterjob.node.rendezvous.identity import JobIdentity
 from clusterjob.node.rendezvous.membership import Membership
 from clusterjob.node.stacks.grouping import Frame, RankStack, ThreadStack
 from clusterjob.node.states import NodeState, Order, Request
@@ -33,17 +30,6 @@ MakeJob = Callable[..., Job]
 FILE_LIMIT = 256  # open files
 
 
-@contextlib.contextmanager
-def limited_open_files() -> Iterator[None]:
-    """Limit the open files of processes that are started meanwhile."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (FILE_LIMIT, hard))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
-
-
 def coordinator_port(job: Job) -> int:
     wait_until(lambda: job.events("listening"), TEST_TIMEOUT)
     return int(job.events("listening")[0]["port"])
@@ -51,47 +37,7 @@ def coordinator_port(job: Job) -> int:
 
 def open_idle_connections(port: int, count: int) -> list[socket.socket]:
     """Open connections that send nothing."""
-    made = []
-    for _ in range(count):
-        made.append(socket.create_connection(("127.0.0.1", port), 10))
-    return made
-
-
-def test_idle_connections_do_not_end_a_job(make_job: MakeJob) -> None:
-    """Open more connections than the agent may open files, while it restarts its workers.
-
-    The restart needs a new socket.
-    """
-    job = make_job(2)
-    script = job.script("""
-        import os, pathlib, sys, time
-        if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
-            pathlib.Path("up" + os.environ["RANK"]).touch()
-            while not pathlib.Path("leave").exists():
-                time.sleep(0.02)
-            sys.exit(3)
-    """)
-    limit = 'ulimit -n 136; exec "$@"'
-    for node_rank in (0, 1):
-        job.start(
-            node_rank,
-            "--max-restarts",
-            "1",
-            script,
-            python=("sh", "-c", limit, "sh", sys.executable, "-S"),
-        )
-    port = coordinator_port(job)
-    peers = open_idle_connections(port, 3 * FILE_LIMIT)
-    try:
-        job.wait_for("up0", "up1")
-        peers += open_idle_connections(port, 3 * FILE_LIMIT)
-        job.path("leave").touch()
-        assert job.wait() == [0, 0], job.stderr(job.agents[0])
-    finally:
-        for peer in peers:
-            peer.close()
-    assert (job.result["state"], job.result["restarts"]) == ("SUCCEEDED", 1)
-    assert 0 < len(job.events("unauthenticated")) < 40, "peers must not fill the job's disk"
+    return [socket.create_connection(("127.0.0.1", port), 10) for _ in range(count)]
 
 
 OPENINGS = [
@@ -119,22 +65,38 @@ def flood(port: int, job_id: str, *, waves: int, size: int = 400) -> None:
             peer.close()
 
 
-def test_flood_of_connections_that_send_and_leave_ends_no_job(make_job: MakeJob) -> None:
+def test_idle_connections_and_floods_do_not_end_a_job(make_job: MakeJob) -> None:
+    """Open more connections than the agent may open files, while it restarts its workers.
+
+    The restart needs a new socket.
+    """
     job = make_job(2)
     script = job.script("""
-        import os, pathlib, time
-        pathlib.Path("up" + os.environ["RANK"]).touch()
-        while not pathlib.Path("leave").exists():
+        import os, pathlib, sys, time
+        restart = os.environ["TORCHELASTIC_RESTART_COUNT"]
+        pathlib.Path("up" + restart + os.environ["RANK"]).touch()
+        while not pathlib.Path("leave" + restart).exists():
             time.sleep(0.02)
+        sys.exit(3 if restart == "0" else 0)
     """)
-    job.start(0, script)
+    limit = 'ulimit -n 136; exec "$@"'
+    python = ("sh", "-c", limit, "sh", sys.executable, "-S")
+    job.start(0, "--max-restarts", "1", script, python=python)
     port = coordinator_port(job)
     flood(port, job.id, waves=3)  # while it waits for node 1
-    job.start(1, script)
-    job.wait_for("up0", "up1")
-    flood(port, job.id, waves=3)
-    job.path("leave").touch()
-    assert job.wait() == [0, 0], job.stderr(job.agents[0])
+    job.start(1, "--max-restarts", "1", script, python=python)
+    peers = open_idle_connections(port, 3 * FILE_LIMIT)
+    try:
+        job.wait_for("up00", "up01")
+        flood(port, job.id, waves=3)
+        peers += open_idle_connections(port, 3 * FILE_LIMIT)
+        job.path("leave0").touch()
+        job.path("leave1").touch()
+        assert job.wait() == [0, 0], job.stderr(job.agents[0])
+    finally:
+        for peer in peers:
+            peer.close()
+    assert (job.result["state"], job.result["restarts"]) == ("SUCCEEDED", 1)
     assert "Traceback" not in job.stderr(job.agents[0])
     assert 0 < len(job.events("unauthenticated")) < 40, "peers must not fill the job's disk"
 
@@ -150,10 +112,10 @@ def test_agent_raises_its_open_file_limit_and_workers_keep_theirs(
             agent = int(stat.read().rpartition(")")[2].split()[1])
             print(resource.prlimit(agent, resource.RLIMIT_NOFILE))
     """)
-    with limited_open_files():
-        hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
-        job.start(0, script)
+    limit = f'ulimit -Sn {FILE_LIMIT}; exec "$@"'
+    job.start(0, script, python=("sh", "-c", limit, "sh", sys.executable, "-S"))
     assert job.wait() == [0]
+    hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     assert job.log(0, "rank0.out").splitlines() == [str(FILE_LIMIT), str((hard, hard))]
 
 
@@ -264,6 +226,11 @@ async def join_and_send(
     return None
 
 
+def refusal(joining: Coroutine[Any, Any, BaseException | None]) -> BaseException | None:
+    """Run `join_and_send` to its end; return the refusal, if there is one."""
+    return asyncio.run(asyncio.wait_for(joining, TEST_TIMEOUT))
+
+
 @pytest.mark.parametrize("name", MALFORMED)
 def test_message_with_wrong_fields_is_malformed(name: str) -> None:
     with pytest.raises(MalformedMessageError):
@@ -277,11 +244,12 @@ def test_node_that_sends_invalid_message_fails_job_and_is_named(
     job = make_job(2)
     job.start(0, job.script("import time; time.sleep(1000)"))
     port = coordinator_port(job)
-    asyncio.run(asyncio.wait_for(join_and_send(job, port, FALSE[name]), TEST_TIMEOUT))
+    refusal(join_and_send(job, port, FALSE[name], host="\x1b]0;x\x07"))
     assert job.wait() == [1]
     assert (job.result["state"], job.result["failure"]["node_rank"]) == ("FAILED", 1)
     assert "it sent an invalid message" in job.result["reason"]
     assert "Traceback" not in job.stderr(job.agents[0])
+    assert "\x1b" not in job.stderr(job.agents[0]) + job.result["reason"]
 
 
 CANCELLED = NodeState(request=Request(cancel="x"))
@@ -318,18 +286,9 @@ def test_node_cannot_send_stacks_for_ranks_of_another_node(make_job: MakeJob) ->
         rest()
     """)
     job.start(0, "--hang-timeout", "3s", script)
-    asyncio.run(
-        asyncio.wait_for(
-            join_and_send(
-                job,
-                coordinator_port(job),
-                *false_stacks("early"),
-                once_started=[runs],
-                answer=answer,
-            ),
-            TEST_TIMEOUT,
-        )
-    )
+    early = false_stacks("early")
+    port = coordinator_port(job)
+    refusal(join_and_send(job, port, *early, once_started=[runs], answer=answer))
     assert job.wait() == [1]
     assert job.result["failure"]["kind"] == "hang"
     assert "rest (script.py:4)" in job.result["reason"]
@@ -345,97 +304,39 @@ def test_node_cannot_send_stacks_for_ranks_of_another_node(make_job: MakeJob) ->
     assert "\nFAILED" not in said
 
 
-@pytest.mark.parametrize(
-    "changes",
-    [
-        {"nproc": 10**9},
-        {"node_rank": -1},
-        {"host": ["h"]},
-    ],
-)
-def test_invalid_hello_ends_the_connection_and_job_continues(
-    make_job: MakeJob, changes: dict[str, Any]
-) -> None:
+def test_invalid_hello_ends_the_connection_and_job_continues(make_job: MakeJob) -> None:
     job = make_job(2)
     script = job.script("print('ran')")
     job.start(0, script)
-    asyncio.run(
-        asyncio.wait_for(
-            join_and_send(job, coordinator_port(job), NodeState(), **changes), TEST_TIMEOUT
-        )
-    )
+    for changes in ({"nproc": 10**9}, {"node_rank": -1}, {"host": ["h"]}):
+        refusal(join_and_send(job, coordinator_port(job), NodeState(), **changes))
     job.start(1, script)
     assert job.wait() == [0, 0], job.stderr(job.agents[0])
-
-
-def test_control_characters_in_host_name_are_escaped(make_job: MakeJob) -> None:
-    job = make_job(2)
-    job.start(0, job.script("print('ran')"))
-    asyncio.run(
-        asyncio.wait_for(
-            join_and_send(
-                job, coordinator_port(job), NodeState(), host="\x1b]0;x\x07", node_rank=5
-            ),
-            TEST_TIMEOUT,
-        )
-    )
-    assert job.wait() == [1]
-    assert "\x1b" not in job.stderr(job.agents[0]) + json.dumps(job.result)
-    assert "node_rank must be between 0 and 1" in job.result["reason"]
 
 
 # -- jobs without a secret -------------------------------------------------------------------------
 
 
-def run_node(job: Job, *options: str, nnodes: int) -> subprocess.CompletedProcess[str]:
-    env = {
-        name: value for name, value in os.environ.items() if not name.startswith("CLUSTERJOB_TOKEN")
-    }
-    env |= {
-        "CLUSTERJOB_NNODES": str(nnodes),
-        "CLUSTERJOB_NODE_RANK": "0",
-        "CLUSTERJOB_MASTER_ADDR": "127.0.0.1",
-        "CLUSTERJOB_JOB_DIR": str(job.dir),
-    }
-    argv = [
-        sys.executable,
-        "-S",
-        "-m",
-        "clusterjob.node",
-        "--join-timeout",
-        "1",
-        *options,
-        job.script("print('ran')"),
-    ]
-    return subprocess.run(
-        argv, env=env, capture_output=True, text=True, timeout=TEST_TIMEOUT, check=False
-    )
-
-
 @pytest.mark.parametrize(
-    ("options", "danger"),
+    ("options", "nodes", "token", "message"),
     [
-        (["--require-token"], "join the job or end it"),
-        (["--launcher", "ray"], "run code as you in Ray"),
+        (["--require-token"], 2, "", "could join the job or end it"),
+        (["--launcher", "ray"], 2, "", "could run code as you in Ray"),
+        ([], 1, "0123456789abcde", "the token has 15 bytes: it must have at least 16"),
     ],
 )
-def test_several_nodes_without_a_required_token_are_refused(
-    make_job: MakeJob, options: list[str], danger: str
+def test_missing_or_short_token_is_refused(
+    make_job: MakeJob, options: list[str], nodes: int, token: str, message: str
 ) -> None:
-    completed = run_node(make_job(2), *options, nnodes=2)
-    assert completed.returncode == 2
-    assert completed.stderr.splitlines()[0] == (
-        "clusterjob: 2 nodes and no CLUSTERJOB_TOKEN: everyone who can connect to node 0 "
-        f"could {danger}"
-    )
-
-
-def test_short_token_is_refused(make_job: MakeJob) -> None:
-    job = make_job()
-    job.start(0, job.script(""), env={"CLUSTERJOB_TOKEN": "0123456789abcde"})
+    job = make_job(nodes)
+    job.start(0, *options, job.script("print('ran')"), env={"CLUSTERJOB_TOKEN": token})
     assert job.wait() == [2]
-    why = "CLUSTERJOB_TOKEN: the token has 15 bytes: it must have at least 16"
-    assert why in job.stderr(job.agents[0])
+    said = job.stderr(job.agents[0])
+    assert message in said
+    if not token:
+        assert said.startswith(
+            "clusterjob: 2 nodes and no CLUSTERJOB_TOKEN: everyone who can connect to node 0 "
+        )
 
 
 OPEN = {"CLUSTERJOB_TOKEN": ""}
@@ -447,12 +348,6 @@ WAIT = """
         time.sleep(0.02)
     sys.exit(3 if restart == "0" else 0)
 """
-
-
-def evict(job: Job, *, key: str) -> BaseException | None:
-    """Try to join as node 1, which has joined."""
-    joining = join_and_send(job, coordinator_port(job), again=True, key=key)
-    return asyncio.run(asyncio.wait_for(joining, TEST_TIMEOUT))
 
 
 @pytest.mark.parametrize("secret", ["a token", "no token"])
@@ -467,7 +362,7 @@ def test_member_cannot_join_in_the_place_of_another_node(make_job: MakeJob, secr
     if env:
         job.token = f"clusterjob:{job.id}:0"
     for key in ("", "0" * 32, "\ud800"):
-        refused = evict(job, key=key)
+        refused = refusal(join_and_send(job, coordinator_port(job), again=True, key=key))
         assert isinstance(refused, protocol.RefusedError)
         assert "node_rank 1 is claimed twice" in refused.message
     job.path("leave0").touch()
@@ -476,6 +371,18 @@ def test_member_cannot_join_in_the_place_of_another_node(make_job: MakeJob, secr
     assert (job.result["restarts"], job.events("lost")) == (1, [])
     notice = "agents join from any address; this prevents accidents, not attacks"
     assert [job.stderr(agent).count(notice) for agent in job.agents] == [bool(env), 0]
+
+
+HELLO = messages.Hello(1, "h", pid=7, attempt=0, nnodes=2, nproc=1, key="own")
+
+
+@contextlib.asynccontextmanager
+async def members(tmp_path: Path, *, is_open: bool = False) -> AsyncIterator[Membership]:
+    """Yield the members of a job of two nodes; the agent of node 1 joins with `HELLO`."""
+    job = JobIdentity("j", 0, b"t" * 16, ports=[0], has_torch=False, is_open=is_open)
+    events = EventLog(tmp_path / "events.jsonl")
+    node = NodeJob(Topology(2, 0, 1, "", None, ""), parse(["x.py"]), job, tmp_path, print)
+    yield Membership(node, events)
 
 
 @pytest.mark.parametrize(
@@ -491,15 +398,10 @@ def test_agent_that_does_not_fit_the_job_is_refused_with_the_reason(
     tmp_path: Path, changes: dict[str, Any], why: str
 ) -> None:
     async def join() -> None:
-        job = JobIdentity("j", 0, b"t" * 16, ports=[0], has_torch=False)
-        events = EventLog(tmp_path / "events.jsonl")
-        node = NodeJob(Topology(2, 0, 1, "", None, ""), parse(["x.py"]), job, tmp_path, print)
-        members = Membership(node, events)
-        hello = messages.Hello(1, "h", pid=7, attempt=0, nnodes=2, nproc=1, key="own")
-        if not changes:
-            members.join(hello, lambda _message: None)
-        with pytest.raises(protocol.RefusedError, match=why):
-            members.join(replace(hello, **changes, key="other"), lambda _message: None)
+        async with members(tmp_path) as joined:
+            joined.join(HELLO, lambda _message: None)
+            with pytest.raises(protocol.RefusedError, match=why):
+                joined.join(replace(HELLO, **changes, key="other"), lambda _message: None)
 
     asyncio.run(join())
 
@@ -509,18 +411,13 @@ def test_lost_node_is_replaced_by_another_agent_only_with_a_token(
     tmp_path: Path, is_open: bool
 ) -> None:
     async def join_thrice() -> None:
-        job = JobIdentity("j", 0, b"t" * 16, ports=[0], has_torch=False, is_open=is_open)
-        events = EventLog(tmp_path / "events.jsonl")
-        node = NodeJob(Topology(2, 0, 1, "", None, ""), parse(["x.py"]), job, tmp_path, print)
-        members = Membership(node, events)
-        hello = messages.Hello(1, "h", pid=7, attempt=0, nnodes=2, nproc=1, key="own")
-        peer = members.join(hello, lambda _message: None)
-        peer.lost = True
-        expected = pytest.raises(protocol.RefusedError) if is_open else contextlib.nullcontext()
-        with expected:
-            members.join(replace(hello, key="other"), lambda _message: None)
-        if is_open:
-            members.join(hello, lambda _message: None)
+        async with members(tmp_path, is_open=is_open) as joined:
+            joined.join(HELLO, lambda _message: None).lost = True
+            expected = pytest.raises(protocol.RefusedError) if is_open else contextlib.nullcontext()
+            with expected:
+                joined.join(replace(HELLO, key="other"), lambda _message: None)
+            if is_open:
+                joined.join(HELLO, lambda _message: None)
 
     asyncio.run(join_thrice())
 
@@ -535,9 +432,7 @@ def test_one_node_without_secret_generates_an_unguessable_one(make_job: MakeJob)
     job.wait_for("up")
     job.token = f"clusterjob:{job.id}:0"
     with pytest.raises(protocol.UnauthenticatedError):
-        asyncio.run(
-            asyncio.wait_for(join_and_send(job, coordinator_port(job), CANCELLED), TEST_TIMEOUT)
-        )
+        refusal(join_and_send(job, coordinator_port(job), CANCELLED))
     job.agents[0].terminate()
     job.wait()
     assert "x" not in job.result["reason"].split()

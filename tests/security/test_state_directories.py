@@ -5,15 +5,16 @@ from __future__ import annotations
 import os
 import stat
 import subprocess
-import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from commands import CLUSTERJOB
 from procs import TEST_TIMEOUT
 
 from clusterjob.core.records import home, secure_home
+from clusterjob.errors import ClusterJobError
 from clusterjob.node.system import private_dirs
 
 NOBODY = 65534
@@ -21,23 +22,6 @@ pytestmark = [
     pytest.mark.skipif(os.geteuid() != 0, reason="a second user needs root"),
     pytest.mark.usefixtures("plain_python"),
 ]
-
-
-def submit(
-    tmp_path: Path, umask: int = 0o022, **variables: str
-) -> subprocess.CompletedProcess[str]:
-    argv = [sys.executable, "-m", "clusterjob", "run", "--cluster", "local", "--", "true"]
-    env = {**os.environ, **variables}
-    return subprocess.run(
-        argv,
-        cwd=tmp_path,
-        env=env,
-        capture_output=True,
-        text=True,
-        timeout=TEST_TIMEOUT,
-        check=False,
-        preexec_fn=lambda: os.umask(umask),
-    )
 
 
 def modes(folder: Path) -> dict[str, int]:
@@ -68,8 +52,13 @@ def test_all_state_directories_are_private_under_umask_000(
         monkeypatch.delenv("CLUSTERJOB_HOME")
         monkeypatch.setenv("XDG_STATE_HOME", str(base / "b"))
     monkeypatch.setenv("XDG_CACHE_HOME", str(base / "cache"))
-    done = submit(reachable, umask=0)
-    assert done.returncode == 0, done.stderr
+    monkeypatch.chdir(reachable)
+    subprocess.run(
+        [*CLUSTERJOB, "run", "--cluster", "local", "--", "true"],
+        check=True,
+        timeout=TEST_TIMEOUT,
+        preexec_fn=lambda: os.umask(0),
+    )
     found = modes(base)
     directories = {path: mode for path, mode in found.items() if Path(path).is_dir()}
     assert len(directories) > 6
@@ -88,58 +77,40 @@ def test_all_state_directories_are_private_under_umask_000(
     assert as_nobody.stdout == f"{reachable}\n", "another user can access one of these"
 
 
-def owned_by_nobody(folder: Path) -> None:
-    folder.mkdir()
-    os.chown(folder, NOBODY, NOBODY)
-
-
-def world_writable(folder: Path) -> None:
-    folder.mkdir()
-    folder.chmod(0o777)
-
-
-def group_writable(folder: Path) -> None:
-    folder.mkdir()
-    os.chown(folder, 0, 12345)
-    folder.chmod(0o770)
-
-
-def below_world_writable_directory(folder: Path) -> None:
-    folder.parent.chmod(0o777)
-
-
-def below_directory_of_nobody(folder: Path) -> None:
-    os.chown(folder.parent, NOBODY, NOBODY)
-
-
-def records_owned_by_nobody(folder: Path) -> None:
-    folder.mkdir()
-    owned_by_nobody(folder / "records")
+def owned_by(folder: Path, user: int, group: int = NOBODY, mode: int = 0o755) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    os.chown(folder, user, group)
+    folder.chmod(mode)
 
 
 @pytest.mark.parametrize(
     ("plant", "why"),
     [
-        (owned_by_nobody, "it belongs to uid 65534"),
-        (world_writable, "everyone can write to it (mode 0777)"),
-        (group_writable, "its group can write to it (mode 0770)"),
-        (below_world_writable_directory, "could put another directory in its place"),
-        (below_directory_of_nobody, "uid 65534 owns"),
-        (records_owned_by_nobody, "it belongs to uid 65534"),
+        (lambda home: owned_by(home, NOBODY), "it belongs to uid 65534"),
+        (lambda home: owned_by(home, 0, mode=0o777), "everyone can write to it (mode 0777)"),
+        (lambda home: owned_by(home, 0, 12345, 0o770), "its group can write to it (mode 0770)"),
+        (
+            lambda home: owned_by(home.parent, 0, mode=0o777),
+            "could put another directory in its place",
+        ),
+        (lambda home: owned_by(home.parent, NOBODY), "uid 65534 owns"),
+        (lambda home: owned_by(home / "records", NOBODY), "it belongs to uid 65534"),
     ],
+    ids=["owner", "everyone", "group", "parent", "owner of parent", "owner of records"],
 )
 def test_submit_refuses_home_that_other_users_can_change(
-    tmp_path: Path, plant: Callable[[Path], None], why: str
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, plant: Callable[[Path], None], why: str
 ) -> None:
-    folder = tmp_path / "shared" / "home"
-    folder.parent.mkdir()
-    plant(folder)
-    done = submit(tmp_path, CLUSTERJOB_HOME=str(folder))
-    assert done.returncode == 1, done
-    assert f"clusterjob: error: {folder}" in done.stderr
-    assert why in done.stderr
-    assert "hint: " in done.stderr
-    assert not any((folder / "jobs").glob("*"))
+    home = tmp_path / "shared" / "home"
+    home.parent.mkdir()
+    plant(home)
+    monkeypatch.setenv("CLUSTERJOB_HOME", str(home))
+    with pytest.raises(ClusterJobError) as caught:
+        secure_home()
+    assert caught.value.message.startswith(str(home))
+    assert why in caught.value.message
+    assert (caught.value.exit_code, bool(caught.value.hint)) == (1, True)
+    assert not any((home / "jobs").glob("*"))
 
 
 def test_sticky_world_writable_home_is_accepted(

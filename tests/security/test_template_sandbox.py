@@ -1,16 +1,10 @@
-"""A template of a cloned repository executes no Python and writes no endless script.
-
-A dry run does not execute it either.
-"""
+"""A template of a cloned repository executes no Python and writes no endless script."""
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
-from procs import TEST_TIMEOUT
 
 from clusterjob.core.render import render
 from clusterjob.errors import TemplateError
@@ -63,25 +57,3 @@ def test_template_that_writes_huge_script_is_refused(tmp_path: Path, text: str) 
 @pytest.mark.parametrize(("text", "written"), HARMLESS)
 def test_harmless_template_is_rendered(tmp_path: Path, text: str, written: str) -> None:
     assert render(template(tmp_path, text), VALUES) == written
-
-
-def test_dry_run_in_clone_executes_nothing_of_its_template(tmp_path: Path) -> None:
-    template(tmp_path, ESCAPES[0])
-    (tmp_path / "train.py").write_text("")
-    (tmp_path / "clusterjob.toml").write_text('[defaults]\ntemplate = "mine.sh.j2"\n')
-    argv = [
-        sys.executable,
-        "-m",
-        "clusterjob",
-        "submit",
-        "--dry-run",
-        "--cluster",
-        "local",
-        "train.py",
-    ]
-    done = subprocess.run(
-        argv, cwd=tmp_path, capture_output=True, text=True, timeout=TEST_TIMEOUT, check=False
-    )
-    assert (done.returncode, done.stdout) == (2, "")
-    assert "mine.sh.j2, line 1" in done.stderr
-    assert not (tmp_path / "executed").exists()

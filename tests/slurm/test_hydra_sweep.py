@@ -10,6 +10,7 @@ import time
 from pathlib import Path
 
 import pytest
+from docs_commands import SESSIONS
 from hydra_app import write_app
 from procs import TEST_TIMEOUT
 from slurm_user import User
@@ -29,9 +30,8 @@ def sweep(user: User, *overrides: str) -> tuple[str, float]:
     begin = time.monotonic()
     process = subprocess.Popen(
         [
-            sys.executable, "app.py", "-m", "hydra/launcher=clusterjob",
-            "hydra.launcher.cluster=slurm", "hydra.launcher.nodes=2",
-            f"hydra.launcher.python={sys.executable}", *overrides,
+            sys.executable, "app.py", "--multirun", *overrides,
+            f"hydra.launcher.python={sys.executable}",
         ],
         cwd=user.directory,
         stdout=subprocess.PIPE,
@@ -53,7 +53,9 @@ def sweep(user: User, *overrides: str) -> tuple[str, float]:
 def test_sweep_of_100_two_node_jobs_is_one_submission(user: User) -> None:
     notes = user.command_first_on_path("sbatch", COUNT)
     rates = ",".join(map(str, range(100)))
-    out, seconds = sweep(user, f"lr={rates}", "hydra.launcher.set={begin:now+1hour}")
+    launcher = ("hydra/launcher=clusterjob", "hydra.launcher.cluster=slurm")
+    more = ("hydra.launcher.nodes=2", "hydra.launcher.set={begin:now+1hour}")
+    out, seconds = sweep(user, *launcher, *more, f"lr={rates}")
     assert len(notes.read_text().splitlines()) == 1
     assert "--array=0-99" in notes.read_text()
     group = JobGroup.get("app")
@@ -65,12 +67,16 @@ def test_sweep_of_100_two_node_jobs_is_one_submission(user: User) -> None:
 
 
 @pytest.mark.slow
-def test_jobs_of_sweep_run_on_two_nodes_after_logout(user: User) -> None:
-    sweep(user, "lr=1,2", "hydra.sweep.dir=runs", "hydra.launcher.max_running=1")
+def test_jobs_of_sweep_of_scripts_page_run_on_two_nodes_after_logout(user: User) -> None:
+    [session] = [each for each in SESSIONS if "test_hydra_sweep" in each.runner]
+    [shown] = session.commands
+    assert shown.startswith("python app.py --multirun ")
+    overrides = shown.split()[3:]
+    sweep(user, *overrides, "hydra.sweep.dir=runs", "hydra.launcher.max_running=1")
     group = JobGroup.get("app")
     assert [verdict.exit_code for verdict in group.wait(timeout=120)] == [0, 0]
-    for number, job in enumerate(group):
+    for number, (job, rate) in enumerate(zip(group, (0.1, 0.01), strict=True)):
         for rank in (0, 1):
             text = (user.directory / "runs" / str(number) / f"rank{rank}.txt").read_text()
-            assert text == f"{number} {2 * (number + 1)} {job.id}"
-        assert f"[1] rank 1 {number + 1} mysql plain {number}" in job.logs().splitlines()
+            assert text == f"{number} {2 * rate} {job.id}"
+        assert f"[1] rank 1 {rate} mysql plain {number}" in job.logs().splitlines()

@@ -8,7 +8,7 @@ import re
 from pathlib import Path
 
 import pytest
-from procs import TEST_TIMEOUT, wait_for_no_processes, wait_until
+from procs import wait_for_no_processes, wait_until
 from slurm_user import PROMPT, SLEEPER, User
 
 COUNT = (
@@ -220,15 +220,3 @@ def test_dependency_on_array_element_or_ended_job_is_waited_for_or_dropped(user:
                 "render", "--cluster", "slurm", "--after", dependency, user.script("pass")
             ).stdout
         )
-
-
-def test_end_of_large_array_is_found_in_time(user: User) -> None:
-    """The ends of all elements are queried together."""
-    job_id = user.submit("pass", "--array", "0-23", "--launcher", "srun")
-    user("wait", job_id, timeout=TEST_TIMEOUT)
-    assert {job["state"] for job in user.jobs(job_id)} == {"SUCCEEDED"}
-    wait_until(
-        lambda: not user.slurm.run("squeue", "--noheader").stdout,
-        TEST_TIMEOUT,
-        "the end of the array",
-    )

@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
-import os
-import signal
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from procs import below, wait_until
+from procs import below, environ, kill_all, wait_until
 from slurm_cluster import SlurmCluster
 from slurm_user import User
 
@@ -32,24 +28,13 @@ GUEST = """
 """
 
 
-def variable(pid: int, name: str) -> str:
-    """Return a variable of a process; empty without it."""
-    try:
-        pairs = Path(f"/proc/{pid}/environ").read_bytes().decode().split("\0")
-    except OSError:
-        return ""
-    return dict(pair.partition("=")[::2] for pair in pairs).get(name, "")
-
-
 def lose_node(user: User, number: int) -> None:
     """Kill a node's slurmd, its slurmstepds and all processes of jobs, as a power cut does."""
     user.slurm.kill_node(number)
     for stepd in user.slurm.stepd_pids():
         of_step = below(stepd)
-        if any(variable(pid, "SLURMD_NODENAME") == f"n{number}" for pid in of_step):
-            for pid in (stepd, *of_step):
-                with contextlib.suppress(ProcessLookupError):
-                    os.kill(pid, signal.SIGKILL)
+        if any(environ(pid).get("SLURMD_NODENAME") == f"n{number}" for pid in of_step):
+            kill_all([stepd, *of_step])
 
 
 def test_job_goes_on_with_its_spare_node_when_slurm_loses_a_node(user: User) -> None:

@@ -17,23 +17,22 @@ SCRIPT = f"""
 """
 
 
+def check_archive(user: User, tmp_path: Path, *options: str) -> None:
+    """Run a job on two nodes of one machine, which prepare one environment."""
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    given = ("--env-archive", str(archive(tmp_path)), "--env-cache", str(disk))
+    done = user.run(SCRIPT, "--nodes", "2", *given, *options)
+    assert str(disk) in done.stdout, done
+    assert len(list(disk.glob("clusterjob-env-*/*/complete"))) == 1
+
+
 @pytest.mark.parametrize("launcher", ["agent", "srun"])
 def test_nodes_of_one_machine_prepare_one_environment(
     user: User, tmp_path: Path, launcher: str
 ) -> None:
-    disk = tmp_path / "disk"
-    disk.mkdir()
-    options = ("--env-archive", str(archive(tmp_path)), "--env-cache", str(disk))
-    done = user.run(SCRIPT, "--nodes", "2", "--launcher", launcher, *options)
-    lines = done.stdout.splitlines()
-    assert sum(str(disk) in line for line in lines) >= 1, done
-    assert len(list(disk.glob("clusterjob-env-*/*/complete"))) == 1
+    check_archive(user, tmp_path, "--launcher", launcher)
 
 
 def test_archive_is_sent_to_the_login_host(laptop: Laptop, tmp_path: Path) -> None:
-    disk = tmp_path / "disk"
-    disk.mkdir()
-    options = ("--env-archive", str(archive(tmp_path)), "--env-cache", str(disk))
-    done = laptop.run(SCRIPT, "--nodes", "2", *options)
-    assert str(disk) in done.stdout, done
-    assert len(list(disk.glob("clusterjob-env-*/*/complete"))) == 1
+    check_archive(laptop, tmp_path)

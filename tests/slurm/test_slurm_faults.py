@@ -12,6 +12,7 @@ import pytest
 from procs import (
     below,
     command_line,
+    environ,
     own_processes,
     wait_for_no_processes,
     wait_until,
@@ -21,37 +22,22 @@ from slurm_user import GUEST, PROMPT, SLEEPER, User
 pytestmark = pytest.mark.slow
 
 
+def runs_on(pid: int, node: str) -> bool:
+    """Return whether a process belongs to the job's step 0 on a node."""
+    found = environ(pid)
+    return (found.get("SLURMD_NODENAME"), found.get("SLURM_STEP_ID")) == (node, "0")
+
+
 def stepd_of(user: User, node: str) -> int:
     """Return the slurmstepd of the job's step 0 on a node."""
-    for pid in user.slurm.stepd_pids():
-        children = below(pid)
-        if any(
-            f"SLURMD_NODENAME={node}".encode() in environ(child)
-            and b"SLURM_STEP_ID=0" in environ(child)
-            for child in children
-        ):
-            return pid
-    raise AssertionError(
-        f"no step on {node}: {[command_line(pid) for pid in user.slurm.stepd_pids()]}"
-    )
-
-
-def environ(pid: int) -> list[bytes]:
-    try:
-        with open(f"/proc/{pid}/environ", "rb") as stream:
-            return stream.read().split(b"\0")
-    except OSError:
-        return []
+    stepds = user.slurm.stepd_pids()
+    return next(pid for pid in stepds if any(runs_on(child, node) for child in below(pid)))
 
 
 def on_node(node: str) -> list[int]:
     """Return the processes of the test's jobs on a node, without Slurm's own."""
-    wanted = {f"SLURMD_NODENAME={node}".encode(), b"SLURM_STEP_ID=0"}
-    return [
-        pid
-        for pid in own_processes()
-        if wanted <= set(environ(pid)) and "slurmstepd" not in command_line(pid)
-    ]
+    pids = [pid for pid in own_processes() if runs_on(pid, node)]
+    return [pid for pid in pids if "slurmstepd" not in command_line(pid)]
 
 
 @pytest.mark.parametrize("option", ["--launcher=agent", "--launcher=srun", "--max-restarts=3"])

@@ -83,24 +83,3 @@ def test_wrapper_that_refuses_job_leaves_no_files(user: User) -> None:
         'echo "no more jobs today" >&2; exit 1\n',
     )
     assert "Slurm refuses the job: no more jobs today" in user.refused()
-
-
-@pytest.mark.parametrize(
-    ("wrapper", "why"),
-    [
-        ("echo submitted", "sbatch printed no job id: 'submitted'"),
-        ("echo Submitted batch job 999999; echo quota >&2; exit 1", "quota"),
-    ],
-)
-def test_wrapper_without_job_id_or_with_an_error_leaves_record(
-    user: User, wrapper: str, why: str
-) -> None:
-    """Slurm may have accepted the job, so nothing of it is deleted."""
-    user.command_first_on_path(
-        "sbatch", f'case "$*" in *--test-only*) exec "$REAL" "$@" ;; esac\n{wrapper}\n'
-    )
-    message = user("submit", "--cluster", "slurm", user.script("pass"), code=1).stderr
-    assert f"it is unknown whether Slurm accepted the job: {why}" in message
-    assert "do not submit it again before" in message
-    [record] = (user.home / "records").glob("*.json")
-    assert user.job(record.stem)["state"] == "UNKNOWN"

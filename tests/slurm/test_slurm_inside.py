@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import signal
 import socket
 import subprocess
@@ -33,30 +34,28 @@ def test_exec_runs_in_step_of_job_and_killed_client_leaves_nothing(user: User) -
     user("cancel", job.id)
 
 
-def test_stacks_of_16_ranks_in_2_steps(user: User) -> None:
+def test_stacks_of_16_ranks_in_2_steps_are_read_and_saved_before_scancel(user: User) -> None:
     job_id = user.submit(WAITING, "--nodes", "2", "--nproc-per-node", "8")
     user.wait_for(*(f"up{rank}" for rank in range(16)))
     job = Inside(job_id, user.directory)
     assert check_stacks(job, 16, [HOST] * 2) < LIMIT * NOISE
-    user("cancel", job.id)
-
-
-@pytest.mark.slow
-def test_stacks_of_tasks_of_srun(user: User) -> None:
-    options = ("--launcher", "srun", "--python", sys.executable)
-    job_id = user.submit(WAITING, "--nodes", "2", "--nproc-per-node", "2", *options)
-    user.wait_for(*(f"up{rank}" for rank in range(4)))
-    job = Inside(job_id, user.directory)
-    check_stacks(job, 4, [HOST] * 2)
-    user("cancel", job.id)
+    user("cancel", "--stacks", job_id)
+    user.wait_for_state(job_id, "CANCELLED")
+    ranks = json.loads((user.directory_of(job_id) / "logs/node0/stacks.json").read_text())["ranks"]
+    assert [(each["rank"], each["node_rank"], each["answered"]) for each in ranks] == [
+        (rank, rank // 8, True) for rank in range(16)
+    ]
+    assert "stacks of 16 ranks: logs/node0/stacks.txt" in user("status", job_id).stdout
 
 
 @pytest.mark.slow
 def test_workers_of_srun_and_elements_of_arrays_are_found(user: User) -> None:
-    job = started(user, "--launcher", "srun", text=SLEEPER.replace('"RANK"', '"SLURM_PROCID"').replace("'RANK'", "'SLURM_PROCID'"))  # fmt: skip  # noqa: E501
+    options = ("--launcher", "srun", "--python", sys.executable)
+    job = started(user, *options, text=WAITING)
     assert job.shell("echo $RANK $SLURMD_NODENAME", "--rank", "3") == "3 n2\n"
     _, err = job.exec("--rank", "4", "true", code=2)
     assert b"has no rank 4" in err
+    check_stacks(job, 4, [HOST] * 2)
     user("cancel", job.id)
     text = GUEST.replace(
         "f\"up{os.environ['RANK']}\"", "'at' + os.environ['CLUSTERJOB_ARRAY_INDEX']"
@@ -65,6 +64,8 @@ def test_workers_of_srun_and_elements_of_arrays_are_found(user: User) -> None:
     user.wait_for("at0", "at1")
     element = Inside(f"{array}_1", user.directory)
     assert element.shell("echo $CLUSTERJOB_ARRAY_INDEX $CLUSTERJOB_JOB_ID") == f"1 {array}_1\n"
+    error = user("metrics", array, code=2).stderr
+    assert "is an array: each element has its own metrics" in error
     _, err = Inside(array, user.directory).exec("true", code=2)
     assert err.decode() == (
         f"clusterjob: error: job {array} is an array: each element has its own workers\n"

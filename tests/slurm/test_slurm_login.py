@@ -129,19 +129,6 @@ def test_no_sync_job_uses_workdir_setup_lines_and_remote_python(laptop: Laptop) 
     assert not (laptop.there(job["id"]) / "code").exists()
 
 
-def test_fetch_copies_results_from_login_host(laptop: Laptop) -> None:
-    job_id = laptop.submit(
-        "import pathlib\npathlib.Path('runs').mkdir()\n"
-        "pathlib.Path('runs/model.pt').write_text('weights')"
-    )
-    assert laptop("wait", job_id).returncode == 0
-    before = laptop.login.connections
-    laptop("fetch", job_id, "runs/", "--to", "back")
-    assert laptop.path("back/runs/model.pt").read_text() == "weights"
-    assert laptop.login.connections == before + 1
-    assert "there is no absent" in laptop("fetch", job_id, "absent", "--to", "back", code=1).stderr
-
-
 # -- arrays and many jobs ------------------------------------------------------------------------
 
 
@@ -222,20 +209,15 @@ def test_job_is_found_after_connection_breaks_during_sbatch(laptop: Laptop) -> N
 
 
 def test_each_submit_error_is_one_line_and_leaves_no_files(laptop: Laptop) -> None:
-    def refused(*options: str, code: int = 1) -> str:
-        message = laptop(
-            "submit", "--cluster", "hpc", *options, laptop.script("pass"), code=code
-        ).stderr
+    def refused(*options: str) -> str:
+        words = ("submit", "--cluster", "hpc", *options, laptop.script("pass"))
+        message = laptop(*words, code=1).stderr
         assert message.count("clusterjob: error:") == 1
-        assert laptop.remaining_files() == []
-        assert laptop.remaining_remote_jobs() == []
+        assert (laptop.remaining_files(), laptop.remaining_remote_jobs()) == ([], [])
         return message
 
-    assert "Slurm refuses the job: " in refused("--partition", "nowhere")
-    assert "invalid partition" in refused("--partition", "nowhere")
+    assert "Slurm refuses the job: invalid partition" in refused("--partition", "nowhere")
     assert "nowhere.invalid" in refused("--login", "me@nowhere.invalid")
-    assert "names 2 hosts" in refused("--login", "a,b", code=2)
-    assert "connect_timeout" in refused("--set", "connect_timeout=x", code=2)
     laptop.login.known_hosts.write_text("")
     assert "login1: its key is unknown" in (message := refused())
     assert "clusterjob hosts trust login1" in message
@@ -273,15 +255,3 @@ def test_each_submit_error_is_one_line_and_leaves_no_files(laptop: Laptop) -> No
         "does not support"
         not in laptop("render", "--cluster", "hpc", "--no-sync", laptop.script("pass")).stderr
     )
-
-
-def test_other_clusters_refuse_login_option(laptop: Laptop) -> None:
-    for cluster in ("local", "ssh"):
-        hosts = ("--hosts", "a") if cluster == "ssh" else ()
-        message = laptop(
-            "render", "--cluster", cluster, *hosts, "--login", "x", laptop.script("pass"), code=2
-        ).stderr
-        assert f"the {cluster} cluster has no --login" in message
-    rendered = laptop("render", "--login", "me@login1", laptop.script("pass")).stdout
-    assert "ssh me@login1 'cd ~/.clusterjob/jobs/" in rendered
-    assert laptop.login.connections == 0, "a plan contacts nothing"

@@ -13,7 +13,14 @@ import time
 from pathlib import Path
 
 import pytest
-from procs import TEST_TIMEOUT, below, wait_for_no_processes, wait_until
+from procs import (
+    TEST_TIMEOUT,
+    below,
+    command_line,
+    environ,
+    wait_for_no_processes,
+    wait_until,
+)
 from slurm_user import GUEST, PROMPT, SLEEPER, User
 
 from clusterjob.backends.slurm import job_end
@@ -120,20 +127,11 @@ def test_cancel_of_job_without_agents_fails_until_slurm_answers(user: User) -> N
 
 def batch_shell_of(user: User, number: str) -> int:
     """Return the shell of a job's batch script."""
-    for pid in user.slurm.stepd_pids():
-        for child in below(pid):
-            environ = (
-                Path(f"/proc/{child}/environ").read_bytes().split(b"\0")
-                if Path(f"/proc/{child}").exists()
-                else []
-            )
-            command = Path(f"/proc/{child}/cmdline").read_bytes() if environ else b""
-            if (
-                f"SLURM_JOB_ID={number}".encode() in environ
-                and b"slurm_script" in command
-                and b"SLURM_STEP_ID=0" not in environ
-            ):
-                return child
+    for child in (child for pid in user.slurm.stepd_pids() for child in below(pid)):
+        found = environ(child)
+        own = found.get("SLURM_JOB_ID") == number and found.get("SLURM_STEP_ID") != "0"
+        if own and "slurm_script" in command_line(child):
+            return child
     raise AssertionError(f"no batch shell of job {number}")
 
 

@@ -60,45 +60,20 @@ def test_time_limit_above_limit_of_partition_is_refused(user: User) -> None:
         user.submit(SLEEPER, *options, "--set", "hold=true")
 
 
-@pytest.mark.parametrize(
-    ("options", "error"),
-    [
-        (("--set", "partion=main"), "sbatch has no option --partion"),
-        (("--set", "nodes=2"), "--set nodes is not allowed"),
-        (("--signal-before", "90s", "--time", "2m"), "leaves no room for a warning"),
-        (("--set", "comment=a\tb"), "contains a line break"),
-        (("--array", "3-1"), "is an empty range"),
-        (("--container", "pyxis:"), "names no image"),
-    ],
-)
-def test_invalid_options_are_refused_without_calling_sbatch(
-    user: User, options: tuple[str, ...], error: str
-) -> None:
-    notes = user.command_first_on_path("sbatch", 'echo >> "$NOTES"\nexec "$REAL" "$@"\n')
-    assert error in user.refused(*options, code=2)
-    assert notes.read_text() == ""
-
-
-def test_job_for_busy_nodes_is_accepted(user: User) -> None:
-    user.slurm.submit("--nodes=4", "--exclusive", "--output=/dev/null", script="sleep 600")
-    waiting = user.submit(SLEEPER, "--nodes", "4")
-    assert user.job(waiting)["state"] == "PENDING"
-    user("cancel", waiting)
-
-
-@pytest.mark.parametrize("state", ["DRAIN", "DOWN"])
-def test_job_for_unavailable_nodes_is_accepted_but_for_missing_nodes_refused(
-    user: User, state: str
-) -> None:
+def test_job_for_unavailable_nodes_is_accepted_but_for_missing_nodes_refused(user: User) -> None:
+    """The nodes are busy, drained or down."""
+    busy = user.slurm.submit("--nodes=4", "--exclusive", "--output=/dev/null", script="sleep 600")
+    waiting = [user.submit(SLEEPER, "--nodes", "4")]
+    assert user.job(waiting[0])["state"] == "PENDING"
+    user.slurm.run("scancel", str(busy), user.slurm_id(waiting.pop()))
     # otherwise a node that is DOWN returns to service when its slurmd registers
     with user.slurm.configured(ReturnToService=0):
-        user.slurm.run("scontrol", "update", "NodeName=n[2-4]", f"State={state}", "Reason=test")
-        assert "node configuration is not available" in user.refused("--nodes", "5")
-        named = user.submit(SLEEPER, "--nodes", "3", "--nodelist", "n[2-4]")
-        assert user.job(named)["state"] == "PENDING"
-        many = user.submit(SLEEPER, "--nodes", "2")
-        assert user.job(many)["state"] == "PENDING"
-        user("cancel", named, many)
+        for state in ("DRAIN", "DOWN"):
+            user.slurm.run("scontrol", "update", "NodeName=n[2-4]", f"State={state}", "Reason=test")
+            assert "node configuration is not available" in user.refused("--nodes", "5")
+            waiting.append(user.submit(SLEEPER, "--nodes", "3", "--nodelist", "n[2-4]"))
+        assert {job["state"] for job in user.jobs(*waiting)} == {"PENDING"}
+        user("cancel", *waiting)
         user.slurm.run("scontrol", "update", "NodeName=n[2-4]", "State=RESUME", check=False)
 
 

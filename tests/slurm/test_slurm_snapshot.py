@@ -70,17 +70,9 @@ def test_held_jobs_run_submitted_script_module_and_shell_script(user: User) -> N
     assert codes[0]["git"] is None
 
 
-def test_git_answers_beside_file_and_files_written_there_are_named(user: User) -> None:
-    check_code(user, "slurm")
-
-
 def test_git_answers_beside_file_of_job_on_login_host(laptop: Laptop) -> None:
-    check_code(laptop, "hpc")
-
-
-def check_code(user: User, cluster: str) -> None:
-    said = code_writer.make(user.directory)
-    done = user("run", "--cluster", cluster, "train.py")
+    said = code_writer.make(laptop.directory)
+    done = laptop("run", "--cluster", "hpc", "train.py")
     assert done.stdout.splitlines() == said
     [named] = [line for line in done.stderr.splitlines() if "written beside the code" in line]
     assert named.endswith(": last.pt")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 import textwrap
 from pathlib import Path
+from typing import Any
 
 import pytest
 from launching import Run, rank_reports, run, script
@@ -14,6 +15,7 @@ from slurm_user import User
 MEET = """
     import json
     from pathlib import Path
+from typing import Any
     import torch
     from clusterjob import bootstrap
 
@@ -56,28 +58,24 @@ def test_tasks_on_uneven_nodes_in_cyclic_order_get_correct_ranks(
     assert all(rank[1] == len(by_node[rank[3]]) for rank in ranks)
 
 
-def test_one_task_per_node_gets_rank_of_its_node(slurm: SlurmCluster, tmp_path: Path) -> None:
-    ran = srun(
-        slurm, tmp_path, "-N3", "--ntasks-per-node=1", sys.executable, script(tmp_path, MEET)
-    )
-    assert ran.code == 0, ran.err
-    assert rank_reports(tmp_path, 3) == [[0, 1, 3, node, 3, "slurm", 6.0] for node in range(3)]
+LAUNCH = [sys.executable, "-m", "clusterjob", "launch", "--nproc-per-node", "2"]
 
 
-def test_agent_on_each_node_starts_all_ranks(slurm: SlurmCluster, tmp_path: Path) -> None:
-    launch = [
-        sys.executable,
-        "-m",
-        "clusterjob",
-        "launch",
-        "--nproc-per-node",
-        "2",
-    ]
-    ran = srun(slurm, tmp_path, "-N2", "--ntasks-per-node=1", *launch, script(tmp_path, MEET))
+@pytest.mark.parametrize(
+    ("nodes", "command", "ranks"),
+    [
+        (3, [sys.executable], [[0, 1, 3, node, 3, "slurm", 6.0] for node in range(3)]),
+        (2, LAUNCH, [[rank % 2, 2, 4, rank // 2, 2, "clusterjob", 10.0] for rank in range(4)]),
+    ],
+    ids=["task", "agent"],
+)
+def test_task_on_each_node_is_a_rank_or_starts_all_ranks(
+    slurm: SlurmCluster, tmp_path: Path, nodes: int, command: list[str], ranks: list[list[Any]]
+) -> None:
+    argv = (f"-N{nodes}", "--ntasks-per-node=1", *command, script(tmp_path, MEET))
+    ran = srun(slurm, tmp_path, *argv)
     assert ran.code == 0, ran.err
-    assert rank_reports(tmp_path, 4) == [
-        [rank % 2, 2, 4, rank // 2, 2, "clusterjob", 10.0] for rank in range(4)
-    ]
+    assert rank_reports(tmp_path, len(ranks)) == ranks
 
 
 @pytest.mark.slow

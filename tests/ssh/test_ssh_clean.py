@@ -7,13 +7,12 @@ import time
 from pathlib import Path
 
 import pytest
-from sshsite import SLEEPER, TEST_TIMEOUT, Site, output_lines, wait_for_lines
+from sshsite import Site, output_lines
 from verdicts import wait_for_verdict
 
-from clusterjob.core import cleaning, jobs, polling, rerun
+from clusterjob.core import cleaning, jobs, rerun
 from clusterjob.core.cleaning import Wanted
 from clusterjob.core.records import Record, Records
-from clusterjob.node.verdict import JobState
 
 
 def stored(site: Site, host: str) -> list[Path]:
@@ -58,13 +57,3 @@ def test_rerun_installs_the_code_that_was_sent_before(site: Site) -> None:
     assert again.handle is not None
     assert record.handle is not None
     assert again.handle.data["code"] == record.handle.data["code"]
-
-
-def test_running_job_has_a_duration_by_the_clock_of_its_host(site: Site) -> None:
-    record = site.submit(SLEEPER)
-    wait_for_lines(record, "up 0", "up 1")
-    status = polling.status(record)
-    assert status.state is JobState.RUNNING
-    assert status.elapsed is not None
-    assert 0 <= status.elapsed < TEST_TIMEOUT
-    jobs.cancel([record])

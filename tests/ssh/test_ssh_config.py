@@ -73,13 +73,6 @@ def test_all_supported_options_of_alias_are_resolved(tmp_path: Path) -> None:
     )
 
 
-def test_user_and_port_of_host_override_configuration(tmp_path: Path) -> None:
-    target = resolve(
-        Host("gpu1", "other", port=99), write(tmp_path, "Host gpu1\n User trainer\n Port 2222\n")
-    )
-    assert (str(target.label), target.user, target.port) == ("other@gpu1:99", "other", 99)
-
-
 def test_unconfigured_host_gets_ssh_defaults(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -101,49 +94,65 @@ def test_unconfigured_host_gets_ssh_defaults(
     assert target.known_hosts[0] == HOME / ".ssh" / "known_hosts"
 
 
+OPENSSH = """
+ControlPath /run/m-%h-%p-%r
+ControlMaster auto
+ControlPersist 10m
+GSSAPIAuthentication yes
+PKCS11Provider /usr/lib/token.so
+"""
+
+
 @pytest.mark.parametrize(
-    ("written", "expected"),
-    [("no", "no"), ("off", "no"), ("yes", "yes"), ("ask", "ask"), ("accept-new", "accept-new")],
-)
-def test_strict_host_key_checking_value_is_normalized(
-    tmp_path: Path, written: str, expected: str
-) -> None:
-    assert (
-        resolve(Host("a"), write(tmp_path, f"StrictHostKeyChecking {written}\n")).strict == expected
-    )
-
-
-def test_none_values_disable_options(tmp_path: Path) -> None:
-    target = resolve(
-        Host("a"), write(tmp_path, "ProxyJump none\nIdentityAgent none\nProxyCommand none\n")
-    )
-    assert (target.jumps, target.agent, target.proxy_command) == ((), "", "")
-
-
-def test_needs_of_openssh_are_read(tmp_path: Path) -> None:
-    target = resolve(
-        Host("a", "me", port=7),
-        write(
-            tmp_path,
-            "ControlPath /run/m-%h-%p-%r\nControlMaster auto\nControlPersist 10m\n"
-            "GSSAPIAuthentication yes\nPKCS11Provider /usr/lib/token.so\n",
+    ("host", "text", "expected"),
+    [
+        (
+            Host("gpu1", "other", port=99),
+            "Host gpu1\n User trainer\n Port 2222\n",
+            {"user": "other", "port": 99},
         ),
-    )
-    assert (target.control_path, target.persists) == ("/run/m-a-7-me", True)
-    assert (target.gssapi, target.other_needs) == (True, ("PKCS11Provider",))
+        *(
+            (Host("a"), f"StrictHostKeyChecking {written}\n", {"strict": strict})
+            for written, strict in (
+                ("no", "no"), ("off", "no"), ("yes", "yes"), ("ask", "ask"),
+                ("accept-new", "accept-new"),
+            )
+        ),
+        (
+            Host("a"),
+            "ProxyJump none\nIdentityAgent none\nProxyCommand none\n",
+            {"jumps": (), "agent": "", "proxy_command": ""},
+        ),
+        (
+            Host("a", "me", port=7),
+            "Host a\n HostName a.lab\n ProxyCommand nc %h %p %% %r\n",
+            {"proxy_command": "nc a.lab 7 % me"},
+        ),
+        (
+            Host("a", "me", port=7),
+            OPENSSH,
+            {
+                "control_path": "/run/m-a-7-me", "persists": True, "gssapi": True,
+                "other_needs": ("PKCS11Provider",),
+            },
+        ),
+        (
+            Host("a"),
+            "ControlPath none\nControlMaster no\n",
+            {"control_path": "", "persists": False, "gssapi": False, "other_needs": ()},
+        ),
+    ],
+)  # fmt: skip
+def test_values_of_options_are_resolved(
+    tmp_path: Path, host: Host, text: str, expected: dict[str, object]
+) -> None:
+    target = resolve(host, write(tmp_path, text))
+    assert {name: getattr(target, name) for name in expected} == expected
+
+
+def test_arguments_of_ssh_name_configuration_port_and_user(tmp_path: Path) -> None:
+    target = resolve(Host("a", "me", port=7), write(tmp_path, OPENSSH))
     assert target.arguments == ("-F", f"{tmp_path}/config", "-p", "7", "-l", "me", "--", "a")
-    plain = resolve(Host("a"), write(tmp_path, "ControlPath none\nControlMaster no\n"))
-    assert (plain.control_path, plain.persists, plain.gssapi, plain.other_needs) == (
-        "", False, False, (),
-    )  # fmt: skip
-
-
-def test_proxy_command_tokens_are_expanded(tmp_path: Path) -> None:
-    target = resolve(
-        Host("a", "me", port=7),
-        write(tmp_path, "Host a\n HostName a.lab\n ProxyCommand nc %h %p %% %r\n"),
-    )
-    assert target.proxy_command == "nc a.lab 7 % me"
 
 
 def test_invalid_configuration_is_one_line_error(tmp_path: Path) -> None:

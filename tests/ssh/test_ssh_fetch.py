@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -55,7 +53,9 @@ def fetch(
     )
 
 
-def test_fetch_copies_results_from_host_of_rank_0(record: Record, target: Path) -> None:
+def test_fetch_copies_results_of_rank_0_or_of_all_nodes_in_workdir(
+    record: Record, target: Path
+) -> None:
     (done,) = fetch(record, target)
     assert sorted(path.relative_to(target).as_posix() for path in target.rglob("*")) == [
         "runs",
@@ -66,61 +66,14 @@ def test_fetch_copies_results_from_host_of_rank_0(record: Record, target: Path) 
     assert (target / "runs" / "large.bin").read_bytes() == bytes(range(256)) * 40000
     assert sorted(done.written) == ["runs/large.bin", "runs/link", "runs/rank0.txt"]
     assert done.passed_over == ["runs/outside: a link to /etc/passwd, which is outside"]
-
-
-def test_fetch_from_all_nodes_writes_one_directory_per_node(record: Record, target: Path) -> None:
-    fetch(record, target, "runs/", nodes=None)
-    assert (target / "node0" / "runs" / "rank0.txt").read_text() == "0"
-    assert (target / "node1" / "runs" / "rank1.txt").read_text() == "1"
-
-
-def test_second_fetch_writes_only_changed_files(site: Site, record: Record, target: Path) -> None:
-    fetch(record, target)
-    before = {path: path.stat().st_ino for path in target.rglob("*")}
-    (done,) = fetch(record, target)
-    assert (done.written, done.unchanged) == ([], 3)
-    assert {path: path.stat().st_ino for path in target.rglob("*")} == before
-    remote = site.remote_dir(record, "gpu1") / "code" / "runs"
-    os.utime(remote / "large.bin")  # new mtime, same content
-    time.sleep(0.01)
-    (remote / "rank0.txt").write_text("more")
-    (done,) = fetch(record, target)
-    assert done.written == ["runs/rank0.txt"]
-    assert (target / "runs" / "rank0.txt").read_text() == "more"
-
-
-def test_locally_changed_file_is_replaced_only_with_consent(
-    site: Site, record: Record, target: Path
-) -> None:
-    fetch(record, target)
-    mine = target / "runs" / "rank0.txt"
-    mine.write_text("mine")
-    (done,) = fetch(record, target)
-    assert done.kept == ["runs/rank0.txt"]
-    assert mine.read_text() == "mine"
-    (done,) = fetch(record, target, agree=True)
-    assert done.written == ["runs/rank0.txt"]
-    assert mine.read_text() == "0"
-
-
-@pytest.mark.parametrize("path", ["nothing", "../agents", "/etc/passwd", "runs/../../token"])
-def test_fetch_refuses_missing_path_and_path_outside_workdir(
-    record: Record, target: Path, path: str
-) -> None:
-    with pytest.raises(ClusterJobError, match="gpu1: there is no "):
-        fetch(record, target, path)
-    assert not target.exists() or not list(target.iterdir())
-
-
-def test_fetch_does_not_write_through_local_symlink(
-    site: Site, record: Record, target: Path, tmp_path: Path
-) -> None:
-    (tmp_path / "elsewhere").mkdir()
-    target.mkdir()
-    (target / "runs").symlink_to(tmp_path / "elsewhere")
-    with pytest.raises(ClusterJobError, match="outside of the requested paths: 'runs/"):
-        fetch(record, target)
-    assert not list((tmp_path / "elsewhere").iterdir())
+    with_nodes = target.with_name("all")
+    fetch(record, with_nodes, "runs/", nodes=None)
+    assert (with_nodes / "node0" / "runs" / "rank0.txt").read_text() == "0"
+    assert (with_nodes / "node1" / "runs" / "rank1.txt").read_text() == "1"
+    for path in ("nothing", "../agents", "/etc/passwd", "runs/../../token"):
+        with pytest.raises(ClusterJobError, match="gpu1: there is no "):
+            fetch(record, target.with_name("refused"), path)
+    assert not target.with_name("refused").exists()
 
 
 def test_fetch_command_reports_written_and_kept_files(
@@ -134,6 +87,11 @@ def test_fetch_command_reports_written_and_kept_files(
     (target / "runs" / "rank0.txt").write_text("mine")
     _, _, err = site.run("fetch", record.job_id, "runs/", "--to", str(target), code=1)
     assert "runs/rank0.txt not replaced: it has changed here" in err
+    for option, value in (("--max-files", "1"), ("--max-size", "1K")):
+        _, _, err = site.run(
+            "fetch", record.job_id, "--to", str(target.with_name("new")), option, value, code=1
+        )
+        assert option in err
 
 
 def test_unchanged_code_is_not_sent_again(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -187,20 +145,23 @@ def test_hosts_command_shows_hosts_with_their_errors(site: Site) -> None:
     assert (code, "there are no hosts" in err) == (2, True)
 
 
-def test_trusted_host_key_is_recorded_and_host_is_usable(site: Site) -> None:
-    ssh_network: SshNetwork = site.ssh_network
-    ssh_network.known_hosts.write_text("# mine\n")
-    option = ("--set", f"ssh_config={ssh_network.config}")
-    code, out, err = trust(site, "gpu1")
-    assert (code, out) == (0, "")
-    assert ssh_network.hosts["gpu1"].fingerprint in err
-    assert (
-        ssh_network.known_hosts.read_text()
-        == f"# mine\n10.77.0.1 {ssh_network.hosts['gpu1'].public_key}\n"
-    )
-    code, _, err = site.run("hosts", "trust", "gpu1", *option)
-    assert (code, "already recorded" in err) == (0, True)
-    assert wait_for_verdict(site.submit("", hosts="gpu1")).state is JobState.SUCCEEDED
+def test_only_confirmed_host_key_is_recorded_and_replaced(site: Site) -> None:
+    network: SshNetwork = site.ssh_network
+    known, own = network.known_hosts, f"10.77.0.1 {network.hosts['gpu1'].public_key}\n"
+    other = f"10.77.0.1 {network.hosts['gpu2'].public_key}\n"
+    wrong = ("--fingerprint", network.hosts["gpu2"].fingerprint)
+    for before, more, code, said, after in (
+        ("# mine\n", wrong, 1, "this may be another machine; do not trust it", "# mine\n"),
+        ("# mine\n", (), 0, network.hosts["gpu1"].fingerprint, f"# mine\n{own}"),
+        (own, (), 0, "already recorded", own),
+        (other, (), 1, "--replace", other),
+        (other, ("--replace",), 0, "", own),
+        (f"@revoked * {own[10:]}", (), 1, "is revoked", f"@revoked * {own[10:]}"),
+        (f"@revoked * {own[10:]}", ("--replace",), 1, "is revoked", f"@revoked * {own[10:]}"),
+    ):
+        known.write_text(before)
+        found, out, err = trust(site, "gpu1", *more)
+        assert (found, out, said in err, known.read_text()) == (code, "", True, after), err
 
 
 def test_host_behind_bastion_is_trusted_after_bastion(site: Site) -> None:
@@ -214,51 +175,3 @@ def test_host_behind_bastion_is_trusted_after_bastion(site: Site) -> None:
     assert (
         f"10.78.0.1 {ssh_network.hosts['inner1'].public_key}" in ssh_network.known_hosts.read_text()
     )
-
-
-def test_host_key_with_other_fingerprint_is_not_trusted(site: Site) -> None:
-    ssh_network: SshNetwork = site.ssh_network
-    ssh_network.known_hosts.write_text("")
-    option = ("--set", f"ssh_config={ssh_network.config}")
-    code, _, err = site.run(
-        "hosts",
-        "trust",
-        "gpu1",
-        *option,
-        "--fingerprint",
-        ssh_network.hosts["gpu2"].fingerprint,
-    )
-    assert (code, "this may be another machine; do not trust it" in err) == (1, True)
-    assert ssh_network.known_hosts.read_text() == ""
-    assert (
-        site.run(
-            "hosts",
-            "trust",
-            "gpu1",
-            *option,
-            "--fingerprint",
-            ssh_network.hosts["gpu1"].fingerprint,
-        )[0]
-        == 0
-    )
-
-
-def test_changed_host_key_is_replaced_only_with_replace_option(site: Site) -> None:
-    ssh_network: SshNetwork = site.ssh_network
-    other = f"10.77.0.1 {ssh_network.hosts['gpu2'].public_key}\n"
-    ssh_network.known_hosts.write_text(other)
-    code, _, err = trust(site, "gpu1")
-    assert (code, "--replace" in err) == (1, True)
-    assert ssh_network.known_hosts.read_text() == other
-    assert trust(site, "gpu1", "--replace")[0] == 0
-    assert (
-        ssh_network.known_hosts.read_text() == f"10.77.0.1 {ssh_network.hosts['gpu1'].public_key}\n"
-    )
-
-
-def test_revoked_host_key_is_not_trusted_even_with_replace(site: Site) -> None:
-    ssh_network: SshNetwork = site.ssh_network
-    ssh_network.known_hosts.write_text(f"@revoked * {ssh_network.hosts['gpu1'].public_key}\n")
-    for arguments in ([], ["--replace"]):
-        code, _, err = trust(site, "gpu1", *arguments)
-        assert (code, "is revoked" in err) == (1, True)

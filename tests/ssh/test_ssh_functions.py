@@ -1,6 +1,6 @@
 """Functions over SSH: plain results come back, pickles only with `trust_results=True`.
 
-The hosts are real sshd; hostile hosts answer as they like.
+Hostile hosts are functions that answer as they like.
 """
 
 from __future__ import annotations
@@ -9,39 +9,26 @@ import json
 import os
 import pickle
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-from hostile_host import hostile
+from hostile_host import Answer, exchange
 from ssh_network import SshNetwork
-from sshsite import Site, close_connections
+from sshsite import Site
 
 import clusterjob
 from clusterjob import Job, JobFailed, RemoteError
 from clusterjob.api import results
-from clusterjob.core.records import Record, Records
+from clusterjob.core.hosts import Host
+from clusterjob.core.records import Record, Records, home
+from clusterjob.core.spec import JobSpec
 from clusterjob.errors import ClusterJobError
 from clusterjob.node.logs.job_dir import OUTCOMES
 from clusterjob.node.program import Program
 from clusterjob.node.verdict import JobState, Verdict
-
-# Answers Tree and Get with CONTENT as each file; SIZE is what Tree announces.
-SENDER = """
-CONTENT = {content!r}
-SIZE = {size!r}
-NAME = {name!r}
-asked = open({log!r}, "a")
-def answer(request):
-    if request["call"] == "tree":
-        asked.write(" ".join(request["paths"]) + "\\n")
-        asked.flush()
-        rows = [(NAME or path, "file", 0o600, SIZE, 0, "", "") for path in request["paths"]]
-        return {{"absent": []}}, b"".join(json.dumps(row).encode() + b"\\n" for row in rows)
-    parts = [CONTENT[offset:offset + length] for _, offset, length in request["parts"]]
-    return {{"lengths": [len(part) for part in parts]}}, b"".join(parts)
-"""
+from clusterjob.remote.sessions import Sessions
 
 
 class Trap:
@@ -55,47 +42,60 @@ class Trap:
 
 
 @pytest.fixture
-def ended(site: Site, monkeypatch: pytest.MonkeyPatch) -> Iterator[Job[Any]]:
+def ended(tmp_path: Path) -> Job[Any]:
     """A function's job on gpu1 that has succeeded, as its record says; nothing ran."""
-    plan = site.plan(Program("module", "clusterjob.worker.call"), hosts="gpu1")
-    end = Verdict(JobState.SUCCEEDED, 0).to_json()
-    plan.job_dir.mkdir(parents=True)
-    Records().save(
-        Record(
-            plan.job_id,
-            plan.spec.name,
-            cluster="ssh",
-            backend="ssh",
-            job_dir=plan.job_dir,
-            nodes=1,
-            submitted_at="2026-01-01T00:00:00Z",
-            spec=plan.spec.to_json(),
-            end=end,
-        )
+    program = Program("module", "clusterjob.worker.call")
+    spec = JobSpec(program, tmp_path, name="call", hosts=(Host("gpu1"),))
+    record = Record(
+        "call-222222",
+        spec.name,
+        cluster="ssh",
+        backend="ssh",
+        job_dir=home() / "jobs" / "call-222222",
+        nodes=1,
+        submitted_at="2026-01-01T00:00:00Z",
+        spec=spec.to_json(),
+        end=Verdict(JobState.SUCCEEDED, 0).to_json(),
     )
-    return Job(plan.job_id)
+    record.job_dir.mkdir(parents=True)
+    Records().save(record)
+    return Job(record.job_id)
 
 
-def play(tmp_path: Path, content: bytes, size: int | None = None, name: str = "") -> str:
-    return SENDER.format(
-        content=content,
-        size=len(content) if size is None else size,
-        name=name,
-        log=str(tmp_path / "asked"),
-    )
+@pytest.fixture
+def gpu1(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[..., Answer]], None]:
+    """Return a function that sets how the host answers."""
+    return lambda answer: monkeypatch.setattr(Sessions, "session", lambda *_: exchange(answer))
+
+
+def sender(
+    content: bytes, size: int | None = None, name: str = "", asked: list[str] | None = None
+) -> Callable[..., Answer]:
+    """Return a host that sends this content, and announces this size, for each path."""
+
+    def answer(request: dict[str, Any]) -> Answer:
+        if request["call"] == "tree":
+            (asked if asked is not None else []).extend(request["paths"])
+            fields = ("file", 0o600, len(content) if size is None else size, 0, "", "")
+            rows = [json.dumps([name or path, *fields]).encode() for path in request["paths"]]
+            return {"absent": []}, b"\n".join(rows)
+        parts = [content[offset : offset + length] for _, offset, length in request["parts"]]
+        return {"lengths": [len(part) for part in parts]}, b"".join(parts)
+
+    return answer
 
 
 def test_pickle_of_host_is_not_requested_without_trust(
-    site: Site, ended: Job[Any], tmp_path: Path
+    ended: Job[Any], gpu1: Callable[..., None], tmp_path: Path
 ) -> None:
     trap = pickle.dumps(Trap(tmp_path / "sprung"))
     plain = json.dumps({"pickled": "Trap"}).encode()
-    gpu1 = site.ssh_network.hosts["gpu1"]
-    with hostile(gpu1, play(tmp_path, plain)):
-        with pytest.raises(JobFailed, match="not plain data: Trap") as caught:
-            ended.result()
-        assert "trust_results=True" in caught.value.hint
-    assert ".pkl" not in (tmp_path / "asked").read_text()
+    asked: list[str] = []
+    gpu1(sender(plain, asked=asked))
+    with pytest.raises(JobFailed, match="not plain data: Trap") as caught:
+        ended.result()
+    assert "trust_results=True" in caught.value.hint
+    assert not [path for path in asked if path.endswith(".pkl")]
     folder = Records().find(ended.id).job_dir / OUTCOMES
     # A pickle in the place of the JSON is malformed, and is not loaded.
     (folder / "rank0.attempt0.json").write_bytes(trap)
@@ -109,34 +109,24 @@ def test_pickle_of_host_is_not_requested_without_trust(
     assert (tmp_path / "sprung").exists(), "with trust the pickle is loaded"
 
 
-def test_host_cannot_fill_memory_or_send_other_files(
-    site: Site, ended: Job[Any], tmp_path: Path
+@pytest.mark.parametrize(
+    ("answer", "error"),
+    [
+        (sender(b"x", size=2 * results.MAX_PLAIN), "gpu1: the results have 128 MB"),
+        (sender(b"x", name="../rank0.attempt0.json"), "that was not asked for"),
+        (sender(b"x", size=5), "another size"),
+        (sender(b'{"value": ' + b"[" * 100_000 + b"]" * 100_000 + b"}"), "malformed"),
+        (lambda request: ({"absent": request["paths"]}, b""), "rank 0 wrote no result"),
+        (lambda _: b"", "gpu1: the connection broke"),
+    ],
+    ids=["too large", "other file", "other size", "nested", "no result", "no answer"],
+)
+def test_host_that_sends_no_result_is_one_error(
+    ended: Job[Any], gpu1: Callable[..., None], answer: Callable[..., Answer], error: str
 ) -> None:
-    gpu1 = site.ssh_network.hosts["gpu1"]
-    with hostile(gpu1, play(tmp_path, b"x", size=2 * results.MAX_PLAIN)) as change:
-        with pytest.raises(ClusterJobError, match="gpu1: the results have 128 MB"):
-            ended.result()
-        change(play(tmp_path, b"x", name="../rank0.attempt0.json"))
-        with pytest.raises(ClusterJobError, match="that was not asked for"):
-            ended.result()
-        change(play(tmp_path, b"x", size=5))
-        with pytest.raises(ClusterJobError, match="another size"):
-            ended.result()
-        change(play(tmp_path, b'{"value": ' + b"[" * 100_000 + b"]" * 100_000 + b"}"))
-        with pytest.raises(JobFailed, match="malformed"):
-            ended.result()
-
-
-def test_result_without_file_or_host_is_one_error(site: Site, ended: Job[Any]) -> None:
-    with pytest.raises(JobFailed, match="succeeded, but rank 0 wrote no result"):
+    gpu1(answer)
+    with pytest.raises(ClusterJobError, match=error):
         ended.result()
-    site.ssh_network.hosts["gpu1"].stop()
-    close_connections()
-    try:
-        with pytest.raises(ClusterJobError, match="gpu1"):
-            ended.result()
-    finally:
-        site.ssh_network.hosts["gpu1"].start()
 
 
 @pytest.mark.slow

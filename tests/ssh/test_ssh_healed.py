@@ -28,6 +28,8 @@ def test_job_lost_with_node_0_gets_real_verdict_after_link_heals(site: Site) -> 
         guessed = wait_for_verdict(record, CUT_OFF)
         assert guessed.state is JobState.LOST
         assert "gpu1" in guessed.reason
+        other = site.ssh_network.hosts["gpu2"]
+        wait_until(lambda: not workers_on(other), CUT_OFF, "the end of the job on the other host")
         recorded = Records().find(record.job_id)
         assert (recorded.provisional, polling.status(recorded).state) == (True, JobState.LOST)
         wait_until(

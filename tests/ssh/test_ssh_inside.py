@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import os
+import re
 
 import pytest
 from inside_job import LEFT, Inside, get
 from procs import TEST_TIMEOUT, command_line, wait_until
 from sshsite import SLEEPER, Site, wait_for_lines
 from stacked import LIMIT, NOISE, WAITING, check_stacks
+from verdicts import wait_for_verdict
 
+from clusterjob.core import polling
 from clusterjob.core.records import Records
 
 
@@ -22,6 +26,13 @@ def started(site: Site) -> Inside:
 
 def on_host(site: Site, host: str, text: str) -> list[int]:
     return [pid for pid in site.ssh_network.hosts[host].pids() if text in command_line(pid)]
+
+
+def sampled_ranks(site: Site, job: Inside) -> list[set[int]]:
+    """Return the ranks of the newest sample of each node."""
+    _, out, _ = site.run("metrics", job.id, "--json")
+    nodes = json.loads(out)["nodes"] if out else []
+    return [{one["rank"] for one in node["samples"][-1]["workers"]} for node in nodes]
 
 
 def cancel(site: Site, job: Inside) -> None:
@@ -37,28 +48,25 @@ def test_exec_runs_on_host_of_rank_and_killed_client_leaves_nothing(site: Site) 
 
 
 @pytest.mark.slow
-def test_exec_on_all_hosts_and_50_megabytes(site: Site) -> None:
+def test_exec_and_metrics_on_all_hosts_and_beside_an_unreachable_one(site: Site) -> None:
     job = started(site)
     out, _ = job.exec("--all", "--", "bash", "-c", "echo $RANK $(uname -n)")
     assert sorted(out.decode().splitlines()) == ["[node 0] 0 gpu1", "[node 1] 2 gpu2"]
     data = os.urandom(50_000_000)
     out, _ = job.exec("cat", data=data)
     assert hashlib.sha256(out).digest() == hashlib.sha256(data).digest()
-    cancel(site, job)
-
-
-@pytest.mark.slow
-def test_unreachable_host_is_one_line_and_other_node_still_answers(site: Site) -> None:
-    job = started(site)
+    wait_until(lambda: sampled_ranks(site, job) == [{0, 1}, {2, 3}], TEST_TIMEOUT, "samples")
     site.ssh_network.hosts["gpu2"].stop()
     try:
         _, err = job.exec("--node", "1", "true", code=255)
         assert err.decode().startswith("clusterjob: error: gpu2: ")
         assert len(err.decode().splitlines()) <= 2
-        assert job.exec("--node", "0", "uname", "-n")[0] == b"gpu1\n"
         out, err = job.exec("--all", "uname", "-n", code=255)
         assert out == b"[node 0] gpu1\n"
         assert err.decode().startswith("clusterjob: gpu2: ")
+        _, out, err = site.run("metrics", job.id, "--json", code=0)
+        assert len(json.loads(out)["nodes"]) == 2, "what was copied before"
+        assert re.fullmatch("clusterjob: .*gpu2.*\n", err)
     finally:
         site.ssh_network.hosts["gpu2"].start()
     cancel(site, job)
@@ -97,9 +105,17 @@ def test_cut_network_ends_client_and_later_the_command(site: Site) -> None:
     cancel(site, job)
 
 
-def test_stacks_of_16_ranks_on_2_hosts_within_3_seconds(site: Site) -> None:
+def test_stacks_of_16_ranks_on_2_hosts_are_read_and_saved_by_cancel(site: Site) -> None:
     record = site.submit(WAITING, nproc_per_node=8)
     wait_for_lines(record, *(f"up {rank}" for rank in range(16)))
     job = Inside(record.job_id, site.directory)
     assert check_stacks(job, 16, ["gpu1", "gpu2"]) < LIMIT * NOISE
-    cancel(site, job)
+    site.run("cancel", "--stacks", record.job_id, code=0)
+    verdict = wait_for_verdict(Records().find(record.job_id))
+    assert (verdict.evidence, verdict.evidence_ranks) == ("logs/node0/stacks.txt", 16)
+    path = record.job_dir / "logs" / "node0" / "stacks.json"
+    wait_until(lambda: (polling.collect(record), path.exists())[1], TEST_TIMEOUT, "the file")
+    ranks = json.loads(path.read_text())["ranks"]
+    assert [(each["rank"], each["node_rank"]) for each in ranks] == [
+        (rank, rank // 8) for rank in range(16)
+    ]

@@ -5,6 +5,7 @@ The codes are those of pam_oath (HOTP, RFC 4226), so no test depends on the time
 
 from __future__ import annotations
 
+import contextlib
 import re
 import secrets
 import socket
@@ -14,18 +15,14 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-import kerberos
 import pytest
 from procs import TEST_TIMEOUT, wait_until
 from ssh_network import SshHost, SshNetwork, checked_output
-from sshsite import Site, close_connections
+from sshsite import Site, close_connections, hostname
 from terminals import Terminal
-from verdicts import wait_for_verdict
 
 from clusterjob.core.hosts import Host
-from clusterjob.errors import HostError
-from clusterjob.node.verdict import JobState
-from clusterjob.remote import connect, control_master, ssh_config
+from clusterjob.remote import control_master, ssh_config
 from clusterjob.remote.pool import Pool
 from clusterjob.remote.transport import ConnectOptions
 
@@ -100,11 +97,6 @@ def plain(ssh_network: SshNetwork, host: SshHost) -> None:
     host.restart()
 
 
-def logins(host: SshHost) -> int:
-    """Return how many logins a host has accepted."""
-    return len(re.findall(r"Accepted \S+ for ", (host.directory / "sshd.log").read_text()))
-
-
 def sockets(runtime: Path) -> list[Path]:
     """Return the sockets of all shared connections."""
     return [path for path in runtime.rglob("*") if path.is_socket()]
@@ -139,13 +131,8 @@ def hosts_of(site: Site, *names: str) -> list[str]:
 def ask(host: str, transport: str, site: Site) -> None:
     """Make one connection to a host and close it."""
     options = ConnectOptions(10.0, ssh_config=site.ssh_network.config, transport=transport)
-    pool = Pool(options)
-    try:
-        channel = pool.connection(Host(host)).execute("echo done")
-        assert channel.recv(100) == b"done\n"
-        channel.close()
-    finally:
-        pool.close()
+    with contextlib.closing(Pool(options)) as pool:
+        assert hostname(pool, host) == host
 
 
 # -- one login for all commands ------------------------------------------------------------------
@@ -155,7 +142,7 @@ def test_code_is_asked_once_for_all_commands_after_login(
     site: Site, commands: Commands, codes: Codes
 ) -> None:
     host = site.ssh_network.hosts["gpu1"]
-    before = logins(host)
+    before = host.logins
     with commands.on_terminal("login", "gpu1") as terminal:
         terminal.answer(b"One-time password", codes.next())
         assert terminal.finish() == 0, terminal.shown
@@ -166,7 +153,7 @@ def test_code_is_asked_once_for_all_commands_after_login(
     for words in (["wait"], ["status"], ["logs"]):
         _, out, _ = site.run(*words, record.job_id, code=0)
     assert "hello" in out
-    assert logins(host) - before == 1
+    assert host.logins - before == 1
     assert "gpu1: already logged in as root" in commands.run("login", "gpu1")[2]
     assert "already logged in" in commands.run("login", "root@10.77.0.1:22")[2]
     code, _, err = commands.run("logout", "gpu1")
@@ -231,13 +218,13 @@ def test_dead_socket_is_replaced_and_parallel_logins_open_one_connection(
     path = control_master.path_for_login(target)
     with socket.socket(socket.AF_UNIX) as dead:
         dead.bind(str(path))
-    before = logins(ssh_network.hosts["gpu1"])
+    before = ssh_network.hosts["gpu1"].logins
     words = hosts_of(site, "gpu1") if own else ["login", "gpu1"]
     both = [site.command(*words, *commands.options, stdin=subprocess.DEVNULL) for _ in range(2)]
     for process in both:
         out, err = process.communicate(timeout=TEST_TIMEOUT)
         assert REACHED in out or "logged in" in err
-    assert logins(ssh_network.hosts["gpu1"]) - before == 1
+    assert ssh_network.hosts["gpu1"].logins - before == 1
     assert sockets(runtime) == [path]
     assert "logged out" in commands.run("logout", "gpu1")[2]
 
@@ -247,10 +234,10 @@ def test_login_host_behind_bastion_is_shared(site: Site, commands: Commands, run
     bastion = site.ssh_network.hosts["bastion"]
     assert commands.run("login", "bastion")[0] == 0
     assert commands.run("login", "inner1")[0] == 0
-    before = logins(bastion)
+    before = bastion.logins
     ask("inner1", "auto", site)
     ask("inner2", "auto", site)
-    assert logins(bastion) == before, "both ways through the shared connection"
+    assert bastion.logins == before, "both ways through the shared connection"
     for name in ("inner1", "bastion"):
         assert commands.run("logout", name)[0] == 0
 
@@ -262,13 +249,13 @@ def test_user_control_master_is_used_and_not_closed(
     ssh_network, path = site.ssh_network, runtime / "m-%C"
     ssh_network.write_config(ControlPath=str(path), ControlMaster="auto", ControlPersist="60")
     argv = ["ssh", "-F", str(ssh_network.config), "gpu1", "true"]
-    before = logins(ssh_network.hosts["gpu1"])
+    before = ssh_network.hosts["gpu1"].logins
     with Terminal(argv, controlling=True) as terminal:
         terminal.answer(b"One-time password", codes.next())
         assert terminal.finish() == 0
     assert REACHED in commands.run(*hosts_of(site, "gpu1"))[1]
     ask("gpu1", "auto", site)
-    assert logins(ssh_network.hosts["gpu1"]) - before == 1
+    assert ssh_network.hosts["gpu1"].logins - before == 1
     assert len(list(runtime.glob("m-*"))) == 1, "the user's connection is still open"
     assert "already logged in" in commands.run("login", "gpu1")[2]
     assert commands.run("logout", "gpu1")[0] == 0
@@ -320,41 +307,3 @@ def test_end_of_input_and_interrupt_end_question_and_restore_terminal(
             assert terminal.finish() == expected, terminal.shown
             assert terminal.echoes()
         assert b"Traceback" not in terminal.shown
-
-
-# -- Kerberos ------------------------------------------------------------------------------------
-
-
-@pytest.mark.slow
-def test_kerberos_ticket_logs_in_and_selects_openssh(
-    site: Site, commands: Commands, runtime: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Without a ticket, GSSAPIAuthentication alone (Debian's default) changes nothing."""
-    if why := kerberos.skip_reason():
-        pytest.skip(why)
-    ssh_network, host = site.ssh_network, site.ssh_network.hosts["gpu1"]
-    ssh_network.write_config(GSSAPIAuthentication="yes")
-    with kerberos.realm_in(tmp_path / "realm", hosts=(host.address,)) as realm:
-        host.mounts = {"/etc/krb5.conf": realm.config}
-        host.restart(
-            GSSAPIAuthentication="yes",
-            GSSAPIStrictAcceptorCheck="no",
-            AuthenticationMethods="gssapi-with-mic",
-        )
-        try:
-            monkeypatch.setenv("KRB5_CONFIG", str(realm.config))
-            monkeypatch.setenv("KRB5CCNAME", f"FILE:{tmp_path}/none")
-            options = ConnectOptions(10.0, ssh_config=ssh_network.config)
-            target = ssh_config.resolve(Host("gpu1"), ssh_network.config)
-            assert not connect.needs_openssh(target, options)
-            with pytest.raises(HostError, match="gssapi-with-mic"):
-                ask("gpu1", "auto", site)
-            realm.log_in(tmp_path / "tickets")
-            monkeypatch.setenv("KRB5CCNAME", f"FILE:{tmp_path}/tickets")
-            ask("gpu1", "auto", site)
-            assert "gssapi-with-mic" in (host.directory / "sshd.log").read_text()
-            record = site.submit("print('hello')", hosts="gpu1")
-            assert wait_for_verdict(record).state is JobState.SUCCEEDED
-        finally:
-            close_connections()
-            plain(ssh_network, host)

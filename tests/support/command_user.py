@@ -1,4 +1,4 @@
-"""Run clusterjob as a user with a work directory."""
+"""Run clusterjob as a user with a work directory, in the form of the commands that users type."""
 
 from __future__ import annotations
 
@@ -16,7 +16,9 @@ import pytest
 from commands import CLUSTERJOB, PACKAGE
 from launching import finish
 from preloaded import Preloaded
-from procs import TEST_TIMEOUT, wait_until
+from procs import TEST_TIMEOUT, kill_all, own_processes, wait_for_no_processes, wait_until
+
+END_TIMEOUT = 15.0  # seconds; much longer than a job needs to end, because the machine may be busy
 
 
 class CommandUser:
@@ -25,7 +27,7 @@ class CommandUser:
     cluster = "local"
 
     def __init__(self, directory: Path, patch: pytest.MonkeyPatch, commands: Preloaded) -> None:
-        self.directory = directory
+        self.directory = self.meeting = directory  # the second is where workers write for the test
         self.patch = patch
         self.commands = commands
         self.home = Path(os.environ["CLUSTERJOB_HOME"])
@@ -105,6 +107,10 @@ class CommandUser:
         number = self.running.index(process)
         return self._output(number, "out").read_text(), self._output(number, "err").read_text()
 
+    def wait_for_output(self, process: subprocess.Popen[str], text: str, count: int = 1) -> None:
+        """Wait until a command from `start` has printed a text so often."""
+        wait_until(lambda: self.output_of(process)[0].count(text) >= count, TEST_TIMEOUT, text)
+
     def _output(self, number: int, stream: str) -> Path:
         return self.directory.parent / f"command{number}.{stream}"
 
@@ -127,6 +133,19 @@ class CommandUser:
     def job(self, job_id: str) -> dict[str, Any]:
         [job] = self.jobs(job_id)
         return job
+
+    def only_job(self) -> dict[str, Any]:
+        """Return the only job in the list; fail the test if there are several."""
+        [job] = self.jobs()
+        return job
+
+    def wait_for(self, *names: str, timeout: float = TEST_TIMEOUT) -> None:
+        """Wait until workers have created these files."""
+        wait_until(
+            lambda: all((self.meeting / name).exists() for name in names),
+            timeout,
+            f"the files {names}",
+        )
 
     def wait_for_state(
         self, job_id: str, *states: str, timeout: float = TEST_TIMEOUT
@@ -194,3 +213,13 @@ def new_user(
         process.kill()
         process.wait()
     assert not still, f"commands that the test left running: {[process.args for process in still]}"
+
+
+@pytest.fixture
+def local_user(plain_python: str, new_user: Callable[..., Any]) -> Iterator[CommandUser]:
+    """Return a user whose jobs run on this machine; fail the test if a process outlives it."""
+    yield new_user(None, lambda _place, *more: CommandUser(*more))
+    try:
+        wait_for_no_processes(END_TIMEOUT)
+    finally:
+        kill_all(own_processes())

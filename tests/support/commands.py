@@ -16,25 +16,26 @@ CLUSTERJOB = [sys.executable, "-m", "clusterjob"]
 
 
 def command(
-    directory: Path, *words: str, code: int = 0, **variables: str
+    directory: Path, *words: str, code: int | None = 0, **variables: str
 ) -> subprocess.CompletedProcess[str]:
     """Run a command; fail the test at another exit code, or a traceback of clusterjob.
 
     Args:
         directory: its working directory.
         words: its arguments.
-        code: its exit code.
+        code: its exit code; None for any.
         variables: further variables of its environment.
     """
     done = subprocess.run(
         [*CLUSTERJOB, *words],
         cwd=directory,
         env=os.environ | variables,
+        stdin=subprocess.DEVNULL,
         capture_output=True,
         text=True,
         timeout=TEST_TIMEOUT,
         check=False,
     )
-    assert done.returncode == code, done.stderr
+    assert code in (None, done.returncode), done.stderr
     assert PACKAGE not in done.stderr, f"a traceback of ours\n{done.stderr}"
     return done

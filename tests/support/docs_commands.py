@@ -8,7 +8,6 @@ from __future__ import annotations
 import os
 import re
 import shlex
-import signal
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
@@ -16,9 +15,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from launching import ROOT, TEST_TIMEOUT, Run
+from launching import ROOT, Run, finish
 
-RUN_TIMEOUT = TEST_TIMEOUT  # also the limit of a command that follows a job, such as `logs -f`
 RUNNERS = "tests/e2e/test_docs_commands.py"
 READMES = ("README.md", "README.zh-CN.md")
 # A command line of a page: indented by four spaces, after a prompt, or in a block of shell code.
@@ -72,19 +70,15 @@ SESSIONS = (
         ),
     ),
     Session(
-        "test_secret_command_gives_values_to_worker",
+        "test_secret_and_notify_commands_give_values_to_worker_and_tell_the_end",
         ("docs/reference.md",),
         (
             (
                 "clusterjob submit --secret WANDB_API_KEY"
                 " --secret HF_TOKEN=~/.cache/huggingface/token train.py"
             ),
+            "clusterjob submit --notify SLACK --notify-cmd 'cat >> ~/ended.jsonl' train.py",
         ),
-    ),
-    Session(
-        "test_notify_command_sends_to_webhook_and_command",
-        ("docs/reference.md",),
-        ("clusterjob submit --notify SLACK --notify-cmd 'cat >> ~/ended.jsonl' train.py",),
     ),
     Session(
         "test_template_of_backends_page_starts_nodes",
@@ -123,7 +117,8 @@ SESSIONS = (
         ("clusterjob stacks train-e7trvw",),
     ),
     Session(
-        "test_hydra_command_of_scripts_page_submits_sweep",
+        "tests/slurm/test_hydra_sweep.py::"
+        "test_jobs_of_sweep_of_scripts_page_run_on_two_nodes_after_logout",
         ("docs/scripts.md",),
         (
             (
@@ -153,6 +148,7 @@ SESSIONS = (
             "clusterjob submit --cluster slurm --nodes 2 --gpus-per-node 8 --time 2h train.py",
             "clusterjob doctor --cluster hpc --nodes 2 --gpus-per-node 8",
             "clusterjob render --cluster hpc train.py",
+            "clusterjob submit --requeue --signal-before 90s --time 12h train_resume.py",
         ),
     ),
     Session(
@@ -162,11 +158,6 @@ SESSIONS = (
             "clusterjob submit --sweep lr=0.1,0.01 --sweep seed=0-9 --array %8 train.py --epochs 3",
             "clusterjob submit --array 0-99%8 train.py",
         ),
-    ),
-    Session(
-        "test_requeue_command_of_slurm_page_sets_requeue_and_signal",
-        ("docs/slurm.md",),
-        ("clusterjob submit --requeue --signal-before 90s --time 12h train_resume.py",),
     ),
     Session(
         "test_until_done_commands_of_slurm_page_start_next_attempts",
@@ -361,14 +352,9 @@ class Shell:
 
     def finish(self, process: subprocess.Popen[str], code: int = 0) -> Run:
         """Wait for a command; fail the test if its exit code is not ``code``."""
-        try:
-            out, err = process.communicate(timeout=RUN_TIMEOUT)
-        except BaseException:
-            os.killpg(process.pid, signal.SIGKILL)
-            process.communicate()
-            raise
-        assert process.returncode == code, f"exit code {process.returncode}\n{out}\n{err}"
-        return Run(process.returncode, out, err)
+        ran = finish(process)
+        assert ran.code == code, f"exit code {ran.code}\n{ran.out}\n{ran.err}"
+        return ran
 
     def __call__(self, command: str, code: int = 0, **more: Any) -> Run:
         ran = self.finish(self.start(command, **more), code)
@@ -378,14 +364,16 @@ class Shell:
 
     def clusterjob(self, *words: str, environ: Mapping[str, str] | None = None) -> Run:
         """Run a command that no page shows: to check an effect, or to clean up."""
-        done = subprocess.run(
-            [sys.executable, "-m", "clusterjob", *words],
-            cwd=self.directory,
-            env={**os.environ, **(environ or {})},
-            capture_output=True,
-            text=True,
-            check=False,
-            stdin=subprocess.DEVNULL,
-            timeout=RUN_TIMEOUT,
+        argv = [sys.executable, "-m", "clusterjob", *words]
+        return finish(
+            subprocess.Popen(
+                argv,
+                cwd=self.directory,
+                env={**os.environ, **(environ or {})},
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                text=True,
+                start_new_session=True,
+            )
         )
-        return Run(done.returncode, done.stdout, done.stderr)

@@ -84,7 +84,7 @@ def emptied(directory: Path) -> Path:
 
 
 @st.composite
-def changed(draw: st.DrawFn, value: Any) -> Any:
+def changed(draw: st.DrawFn, value: Any, by: st.SearchStrategy[Any] = JSON) -> Any:
     """Return a JSON value in which one to three inner values are removed or replaced."""
     result = json.loads(json.dumps(value))
     for _ in range(draw(st.integers(1, 3))):
@@ -97,7 +97,7 @@ def changed(draw: st.DrawFn, value: Any) -> Any:
             )
             if not isinstance(container[key], (dict, list)) or draw(st.booleans()):
                 if draw(st.booleans()):
-                    container[key] = draw(JSON)
+                    container[key] = draw(by)
                 else:
                     del container[key]
                 break

@@ -1,15 +1,98 @@
-"""Make a host hostile or slow: its sshd runs a fake or a slow host server as ForceCommand."""
+"""Hosts that answer as a test wants: in this process, or as ForceCommand of a real sshd."""
 
 from __future__ import annotations
 
 import contextlib
+import json
 import sys
 import textwrap
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 from ssh_network import SshHost
 from sshsite import close_connections
+
+from clusterjob.backends.slurm.mirror import ClusterMirror
+from clusterjob.core.records import Record
+from clusterjob.remote.mirror import JobMirror
+from clusterjob.remote.protocol import Exchange
+
+# An object and the bytes after it, or all bytes of an answer.
+Answer = tuple[dict[str, Any], bytes] | bytes
+
+
+class _Stream:
+    """The connection with a host that is a function; after the function's answer it hangs up."""
+
+    def __init__(self, answer: Callable[[dict[str, Any]], Answer]) -> None:
+        self._answer = answer
+        self._asked, self._sent = b"", bytearray()
+
+    def send(self, data: bytes) -> int:
+        self._asked += data
+        line, _, body = self._asked.partition(b"\n")
+        call = json.loads(line)
+        if len(body) == call["size"]:
+            self._asked = b""
+            answer = self._answer({**call["arguments"], "call": call["call"]})
+            self._sent += answer if isinstance(answer, bytes) else packed(*answer)
+        return len(data)
+
+    def recv(self, size: int) -> bytes:
+        data = bytes(self._sent[:size])
+        del self._sent[:size]
+        return data
+
+    def settimeout(self, _seconds: float | None) -> None:
+        pass
+
+    def close(self) -> None:
+        self._answer = lambda _: b""
+        self._sent.clear()
+
+
+def packed(header: Any, data: bytes) -> bytes:
+    """Return an answer as the host server sends it; the size may be a false one."""
+    header = {"size": len(data), **header} if isinstance(header, dict) else header
+    return json.dumps(header).encode() + b"\n" + data
+
+
+def exchange(answer: Callable[[dict[str, Any]], Answer]) -> Exchange:
+    """Return the client's end of a connection with a host in this process.
+
+    Args:
+        answer: gets the arguments of a call, and its name as ``call``; returns the answer.
+    """
+    return Exchange("gpu1", _Stream(answer), timeout=20.0)
+
+
+def polled(*files: Any, **changes: Any) -> dict[str, Any]:
+    """Return the object of an answer to `poll` about one job, with descriptions of files."""
+    job = {"known": True, "alive": True, "files": list(files), "more": False}
+    return {"jobs": [job | changes], "clock": 1.0}
+
+
+def mirror_host(answer: Callable[..., Answer], job_dir: Path, *, logs: bool = True) -> None:
+    """Poll node 0 of a job as `logs` does, until the host announces nothing more."""
+    mirror, session = JobMirror("x-1", job_dir, node=0), exchange(answer)
+    while mirror.poll(session, logs=logs)["more"]:
+        pass
+
+
+def mirror_login_host(answer: Callable[..., Answer], job_dir: Path, *, logs: bool = True) -> None:
+    """Poll a job of Slurm as `logs` does, until the login host announces nothing more."""
+    record = Record(
+        "x-1", "x", cluster="hpc", backend="slurm", job_dir=job_dir, nodes=1,
+        submitted_at="2026-01-01T00:00:00Z", spec={},
+    )  # fmt: skip
+    mirror, session = ClusterMirror("gpu1"), exchange(answer)
+    while mirror.poll(session.ask, [(record, logs)])["x-1"]:
+        pass
+
+
+MIRRORS = (mirror_host, mirror_login_host)
+
 
 # Reads the submitter's script up to the line with the zip's digest, then answers calls. `play`
 # defines `answer(request)`: it gets the arguments of a call and its name as ``call``, and returns

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from commands import CLUSTERJOB
+from commands import CLUSTERJOB, command
 from procs import TEST_TIMEOUT, command_line, own_processes, wait_until
 from terminals import Terminal
 
@@ -197,15 +197,7 @@ def write_script(directory: Path, text: str = GUEST) -> str:
 def submit(directory: Path, *options: str, program: Sequence[str] = (), ranks: int = 4) -> Inside:
     """Submit a job of `GUEST` and wait until its ranks are up."""
     words = program or (write_script(directory),)
-    done = subprocess.run(
-        [*CLUSTERJOB, "submit", *options, *words],
-        cwd=directory,
-        capture_output=True,
-        text=True,
-        timeout=TEST_TIMEOUT,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
+    done = command(directory, "submit", *options, *words)
     job = Inside(done.stdout.split()[-1], directory)
     wait_until(
         lambda: all((directory / f"up{rank}").exists() for rank in range(ranks)), TEST_TIMEOUT
@@ -220,4 +212,4 @@ def running(directory: Path, *options: str, **more: Any) -> Iterator[Inside]:
     try:
         yield job
     finally:
-        subprocess.run([*CLUSTERJOB, "cancel", job.id], check=True, stderr=subprocess.DEVNULL)
+        command(directory, "cancel", job.id)

@@ -6,6 +6,7 @@ The login host is a real sshd on the loopback interface. Only its sessions have 
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import shutil
 import signal
@@ -19,7 +20,7 @@ from launching import free_port
 from procs import MARKER, alive, below, command_line, missing_programs, wait_until
 from slurm_cluster import SlurmCluster
 from slurm_user import User
-from ssh_network import checked_output, start_sshd
+from ssh_network import checked_output, logins, start_sshd
 
 # Creates the file up<RANK> in $MEET, which is outside of the job's directory, then waits for the
 # file `leave` there.
@@ -111,11 +112,7 @@ class LoginHost:
     @property
     def connections(self) -> int:
         """The number of logins so far."""
-        return (
-            self.log.read_text(errors="replace").count("Accepted publickey")
-            if self.log.exists()
-            else 0
-        )
+        return logins(self.directory)
 
 
 class Laptop(User):
@@ -135,10 +132,9 @@ class Laptop(User):
     def profile(self, **options: str) -> None:
         """Write the profile `hpc` to the user's configuration file, which needs no trust."""
         given = {"ssh_config": str(self.login.config), "connect_timeout": "5", **options}
-        pairs = "".join(f'"{key}" = {_toml(value)}\n' for key, value in given.items())
-        common = (
-            f'backend = "slurm"\nlogin = "login1"\nenv = {{ MEET = {_toml(str(self.meeting))} }}\n'
-        )
+        pairs = "".join(f'"{key}" = {json.dumps(value)}\n' for key, value in given.items())
+        meet = f"env = {{ MEET = {json.dumps(str(self.meeting))} }}\n"
+        common = f'backend = "slurm"\nlogin = "login1"\n{meet}'
         own = Path(os.environ["XDG_CONFIG_HOME"]) / "clusterjob" / "config.toml"
         own.parent.mkdir(parents=True, exist_ok=True)
         own.write_text(f"[clusters.hpc]\n{common}[clusters.hpc.set]\n{pairs}")
@@ -168,10 +164,6 @@ class Laptop(User):
             "\n".join(f"-- {path}:\n{path.read_text(errors='replace')[-2000:]}" for path in found)
             + self.login.log.read_text()[-3000:]
         )
-
-
-def _toml(text: str) -> str:
-    return '"' + text.replace("\\", "\\\\").replace('"', '\\"') + '"'
 
 
 @pytest.fixture

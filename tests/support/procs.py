@@ -105,6 +105,15 @@ def command_line(pid: int) -> str:
         return ""
 
 
+def environ(pid: int) -> dict[str, str]:
+    """Return the initial environment of a process; empty if it is gone or of another user."""
+    try:
+        text = Path(f"/proc/{pid}/environ").read_bytes().decode(errors="replace")
+    except OSError:
+        return {}
+    return dict(pair.partition("=")[::2] for pair in text.split("\0"))
+
+
 def below(pid: int) -> list[int]:
     """Return the live descendants of a process."""
     children: dict[int, list[int]] = {}
@@ -134,16 +143,8 @@ def marked(marker: str, among: Iterable[int] | None = None) -> list[int]:
         marker: the value of `MARKER`.
         among: the processes to check (default: all of this machine).
     """
-    wanted = f"{MARKER}={marker}".encode()
-    found = []
-    for pid in all_pids() if among is None else among:
-        try:
-            environ = Path(f"/proc/{pid}/environ").read_bytes()
-        except OSError:
-            continue
-        if wanted in environ.split(b"\0") and alive(pid):
-            found.append(pid)
-    return found
+    pids = all_pids() if among is None else among
+    return [pid for pid in pids if environ(pid).get(MARKER) == marker and alive(pid)]
 
 
 def own_processes() -> list[int]:

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 from command_user import CommandUser
-from procs import TEST_TIMEOUT, kill_all, own_processes, wait_for_no_processes, wait_until
+from procs import kill_all, own_processes, wait_for_no_processes
 from slurm_cluster import SlurmCluster, missing_packages
 from ssh_network import python_without_torch
 
@@ -51,23 +51,15 @@ class User(CommandUser):
     def __init__(self, slurm: SlurmCluster, directory: Path, *more: Any) -> None:
         super().__init__(directory, *more)
         self.slurm = slurm
-        self.meeting = directory  # where the workers write files for the test
         self.python = python_without_torch(directory.parent)
         self.patch.setenv("CLUSTERJOB_PYTHON", str(self.python))
 
-    def wait_for(self, *names: str, timeout: float = TEST_TIMEOUT) -> None:
-        wait_until(
-            lambda: all((self.meeting / name).exists() for name in names),
-            timeout,
-            f"the files {names}",
-        )
-
     def refused(self, *options: str, code: int = 1, command: str = "submit") -> str:
         """Return the error message for a refused job; fail if files or a job in Slurm remain."""
-        before = self._queued()
+        jobs, files = self._queued(), self.remaining_files()
         message = self(command, *self.target, *options, self.script("pass"), code=code).stderr
-        assert self._queued() <= before  # Slurm may have removed ended jobs meanwhile
-        assert self.remaining_files() == []
+        assert self._queued() <= jobs  # Slurm may have removed ended jobs meanwhile
+        assert self.remaining_files() == files
         return message
 
     def _queued(self) -> set[str]:

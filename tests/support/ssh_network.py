@@ -72,6 +72,12 @@ def start_sshd(directory: Path, settings: Mapping[str, str], run: Callable[..., 
     return int(pid_file.read_text())
 
 
+def logins(directory: Path) -> int:
+    """Return how many logins the sshd of a directory has accepted."""
+    log = directory / "sshd.log"
+    return log.read_text(errors="replace").count("Accepted ") if log.exists() else 0
+
+
 def skip_reason() -> str:
     """Return why the hosts cannot be created on this machine; empty if they can."""
     if os.geteuid() != 0:
@@ -107,6 +113,11 @@ class SshHost:
     def public_key(self) -> str:
         """The host key: type and base64."""
         return " ".join((self.directory / "host_key.pub").read_text().split()[:2])
+
+    @property
+    def logins(self) -> int:
+        """The number of logins so far."""
+        return logins(self.directory)
 
     @property
     def fingerprint(self) -> str:

@@ -17,11 +17,14 @@ from ssh_network import SshHost, SshNetwork, checked_output, python_without_torc
 from clusterjob.backends import base
 from clusterjob.core import job_settings, jobs, polling
 from clusterjob.core.config import Settings
+from clusterjob.core.hosts import parse_hosts
 from clusterjob.core.plans import Plan
 from clusterjob.core.records import Record, Records
-from clusterjob.errors import SubmitError
+from clusterjob.errors import HostError, SubmitError
 from clusterjob.node.logs.log_files import LogLine
 from clusterjob.node.program import Program
+from clusterjob.remote.pool import Pool
+from clusterjob.remote.transport import Connection, ConnectOptions
 
 TEST_TIMEOUT = 90.0  # seconds; all of these jobs need much less
 
@@ -132,6 +135,48 @@ def site(ssh_network: SshNetwork, tmp_path: Path) -> Iterator[Site]:
         subprocess.run(["rm", "-rf", host.home / ".clusterjob"], check=True)
     yield Site(ssh_network, directory)
     close_connections()
+
+
+# -- connections without a job ---------------------------------------------------------------------
+
+
+@pytest.fixture
+def warnings() -> list[str]:
+    """The lines that connections of `pool` show to the user."""
+    return []
+
+
+@pytest.fixture
+def pool(ssh_network: SshNetwork, warnings: list[str]) -> Iterator[Pool]:
+    pool = Pool(ConnectOptions(10.0, warnings.append, ssh_config=ssh_network.config))
+    yield pool
+    pool.close()
+
+
+def run(connection: Connection, command: str) -> tuple[int, bytes, bytes]:
+    """Run a command to its end; return its exit code, stdout and stderr."""
+    channel = connection.execute(command)
+    channel.shutdown_write()
+    out = b"".join(iter(lambda: channel.recv(1 << 16), b""))
+    code = channel.wait_for_exit()
+    err = channel.read_stderr()
+    channel.close()
+    return code, out, err
+
+
+def hostname(pool: Pool, text: str) -> str:
+    code, out, err = run(pool.connection(parse_hosts(text)[0]), "hostname")
+    assert code == 0, err
+    return out.decode().strip()
+
+
+def refusal(pool: Pool, text: str) -> HostError:
+    """Return the error of a host that cannot be reached: one line that names it."""
+    with pytest.raises(HostError) as caught:
+        pool.connection(parse_hosts(text)[0])
+    assert "\n" not in caught.value.message
+    assert caught.value.message.startswith(f"{text}: ")
+    return caught.value
 
 
 def close_connections() -> None:
