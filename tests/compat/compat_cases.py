@@ -14,10 +14,6 @@ from compat_runs import Case
 # BOTH is for scripts that test process start and end, __main__, stdin or signals. For other
 # scripts, a forked worker and one started by exec are equal.
 EXEC, BOTH = ("exec",), ("fork", "exec")
-OWN_STORE = (
-    "torchrun makes each process a client of its own store, even if the script sets another one; "
-    "clusterjob redirects only processes that use the job store"
-)
 CHILDREN_END = (
     "processes started by a rank end with the job; torchrun leaves them running "
     "(docs/troubleshooting.md)"
@@ -25,10 +21,6 @@ CHILDREN_END = (
 STORE_PER_RESTART = (
     "torchrun's store keeps the addresses of workers from before a restart; "
     "in clusterjob each restart has its own store"
-)
-STORE_PER_GROUP = (
-    "torchrun's store keeps the addresses of the previous group, and the next group waits for "
-    "them; in clusterjob each group has its own keys"
 )
 INNER_TORCHRUN = (
     "torchrun inside torchrun on two nodes waits for ever; "
@@ -50,108 +42,13 @@ CASES = [
     # -- end of the process group ------------------------------------------------------------------
     _script("ddp_in_function.py", quick=True, starts=BOTH),
     _script("ddp_in_function.py", id="ddp_in_function-2-nodes", nodes=2),
-    _script("ddp_freed_first.py"),
     _script("ddp_never_destroyed.py", starts=BOTH),
-    _script("ddp_at_module_level.py", "--max_iters=3", "--learning_rate=0.1"),
     _script("groups_of_ranks.py", nproc=4),
-    _script(
-        "groups_in_turn.py",
-        differs=("code", "out"),
-        why=STORE_PER_RESTART,
-        out=("round 0: 1.0\nround 1: 3.0\nround 2: 5.0\n",) * 2,
-    ),
     _script("two_backends.py"),
     # -- stores and addresses ----------------------------------------------------------------------
-    _script(
-        "spawn_own_port.py",
-        "{port}",
-        nproc=1,
-        differs=("code", "files", "out"),
-        why=OWN_STORE,
-        out=("both children have ended\n",),
-        files=("child0.txt", "child1.txt"),
-    ),
-    _script(
-        "processes_own_port.py",
-        "{port}",
-        nproc=1,
-        differs=("code", "files", "out"),
-        why=OWN_STORE,
-        out=("[0, 0]\n",),
-        files=("child0.txt", "child1.txt"),
-    ),
-    _script(
-        "sets_master_port.py",
-        "{port}",
-        differs=("code", "files", "out"),
-        why=OWN_STORE,
-        out=("rank 0 of 2\n", "rank 1 of 2\n"),
-        files=(),
-    ),
-    _script(
-        "tcp_url.py",
-        "{port}",
-        differs=("code", "files", "out"),
-        why=OWN_STORE,
-        out=("rank 0 of 2\n", "rank 1 of 2\n"),
-        files=(),
-    ),
-    _script("file_url.py"),
-    _script("removes_meeting_file.py"),
     _script("own_hostname.py"),
-    _script(
-        "trials_in_turn.py",
-        nproc=1,
-        differs=("code", "out"),
-        why=STORE_PER_GROUP,
-        out=(
-            (
-                "lr 0.1: 2 ranks, bias -0.8820\nchildren: [0]\n"
-                "lr 0.2: 2 ranks, bias -1.1820\nchildren: [0]\n"
-                "lr 0.3: 2 ranks, bias -1.4820\nchildren: [0]\n"
-            ),
-        ),
-    ),
-    _script(
-        "trials_in_turn.py",
-        "--context",
-        "spawn",
-        "--world-sizes",
-        "2",
-        "3",
-        id="trials_in_turn-spawn",
-        nproc=1,
-        limit=180,
-        differs=("code", "out"),
-        why=STORE_PER_GROUP,
-        out=(
-            (
-                "lr 0.1: 2 ranks, bias -0.8820\nchildren: [0]\n"
-                "lr 0.2: 3 ranks, bias -1.1820\nchildren: [0, 0]\n"
-            ),
-        ),
-    ),
     _script("own_store.py", "{port}"),
     _script("job_store_keys.py"),
-    _script(
-        "imagenet_spawn.py",
-        "--multiprocessing-distributed",
-        "--dist-url",
-        "tcp://127.0.0.1:{port}",
-        nproc=1,
-        differs=("code", "files", "out"),
-        why=OWN_STORE,
-        out=("trained\n",),
-        files=("checkpoint.pth.tar",),
-    ),
-    _script(
-        "detectron_launch.py",
-        nproc=1,
-        differs=("code", "files", "out"),
-        why=OWN_STORE,
-        out=("done\n",),
-        files=("log0.txt", "log1.txt"),
-    ),
     _script("fairseq_main.py"),
     # -- init_distributed_mode and similar functions -----------------------------------------------
     _script("init_mode_dino.py", "--output_dir", "checkpoints"),
