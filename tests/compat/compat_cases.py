@@ -49,15 +49,9 @@ CASES = [
     _script("own_hostname.py"),
     _script("own_store.py", "{port}"),
     _script("job_store_keys.py"),
-    _script("fairseq_main.py"),
     # -- init_distributed_mode and similar functions -----------------------------------------------
-    _script("init_mode_dino.py", "--output_dir", "checkpoints"),
     _script("init_mode_mae.py", quick=True),
-    _script("init_mode_torchvision.py"),
-    _script("init_device_timm.py"),
     _script("init_megatron.py", nproc=2, nodes=2),
-    _script("local_rank_argument.py", "--deepspeed_config", "ds.json"),
-    _script("main_process_first.py"),
     _script("accelerate_loop.py", needs=("accelerate",)),
     _script(
         "accelerate_default.py",

@@ -18,7 +18,7 @@ BY_ID = {case.id: case for case in CASES}
 # One case of each kind: DDP, own init function, module, DataLoader processes, killed rank.
 ON_SLURM = [
     "ddp_in_function-2-nodes",
-    "init_mode_dino",
+    "init_mode_mae",
     "module",
     "loader-persistent",
     "early_signal",
@@ -26,7 +26,7 @@ ON_SLURM = [
 RUNS_ON_SLURM = [
     *((name, "agent") for name in ON_SLURM),
     *((name, "torchrun") for name in ("ddp_in_function-2-nodes", "early_signal")),
-    *((name, "srun") for name in ("ddp_in_function-2-nodes", "init_mode_dino")),
+    *((name, "srun") for name in ("ddp_in_function-2-nodes", "init_mode_mae")),
 ]
 ON_HOSTS = [
     "ddp_in_function-2-nodes",
