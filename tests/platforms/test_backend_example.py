@@ -6,13 +6,12 @@ import json
 import os
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from launching import ROOT, Run, run
-from procs import TEST_TIMEOUT
+from procs import TEST_TIMEOUT, wait_until
 
 EXAMPLE = ROOT / "examples" / "backend"
 TRAIN = """
@@ -86,14 +85,7 @@ def user(_installed: Path, tmp_path: Path) -> Iterator[User]:
     yield user_of_queue
     for task in user_of_queue.tasks():
         user_of_queue.queue("cancel", str(task["id"]))
-    _wait_for(lambda: all(task["ended"] for task in user_of_queue.tasks()))
-
-
-def _wait_for(condition) -> None:  # type: ignore[no-untyped-def]
-    end = time.monotonic() + TEST_TIMEOUT
-    while not condition():
-        assert time.monotonic() < end
-        time.sleep(0.1)
+    wait_until(lambda: all(task["ended"] for task in user_of_queue.tasks()), TEST_TIMEOUT)
 
 
 FLAGS = (
@@ -140,7 +132,7 @@ def test_job_on_queue_can_be_cancelled(user: User) -> None:
     ran = user.clusterjob("submit", *FLAGS, "train.py", "wait")
     assert ran.code == 0, ran.err
     job = ran.out.split()[-1]
-    _wait_for(lambda: "rank 0 of 4" in user.clusterjob("logs", job).out)
+    wait_until(lambda: "rank 0 of 4" in user.clusterjob("logs", job).out, TEST_TIMEOUT)
     assert user.clusterjob("cancel", job).code == 0
     assert user.clusterjob("wait", job).code == 143
     assert "CANCELLED" in user.clusterjob("status", job).out
