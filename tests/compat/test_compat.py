@@ -42,7 +42,7 @@ def test_script_has_same_outcome_as_under_torchrun(tmp_path: Path, case: Case, s
 # torchrun this case can end in any way.
 RANDOM_ENDS = ("ddp_in_function",)
 # Cases to run again under torchrun. The test above compares all cases with the record, so a few are
-# enough to check the record: ends with and without an error, a signal, output, left processes.
+# enough to check the record: ends with and without an error, output, left processes.
 RECORDED = [
     case
     for case in CASES
@@ -60,7 +60,7 @@ def test_torchrun_outcome_equals_record(tmp_path: Path, case: Case) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["sampler_epochs", "loader-persistent"])
+@pytest.mark.parametrize("name", ["init_mode_mae", "objects_of_main"])
 def test_clusterjob_needs_no_more_cpu_than_torchrun(tmp_path: Path, name: str) -> None:
     """Compare CPU seconds: other tests run at the same time, so wall time shows little."""
     [case] = [case for case in CASES if case.id == name]
