@@ -38,6 +38,8 @@ def without(environ: dict[str, str], *names: str) -> dict[str, str]:
         {"PATH": "/bin"},
         {"RANK": "", "LOCAL_RANK": "", "CLUSTERJOB_NNODES": ""},
         {"WORLD_SIZE": "1", "MASTER_ADDR": "h"},
+        {"WORLD_SIZE": "many"},
+        {"VC_WORKER_HOSTS": "a.job"},
     ],
 )
 def test_environment_without_job_gives_no_placement_and_no_conflict(
