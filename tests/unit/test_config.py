@@ -195,14 +195,6 @@ def test_profile_named_like_a_backend_may_omit_its_backend(
     assert settings(project, "slurm").backend == backend
 
 
-def test_profile_in_user_and_project_file_is_merged(project: Path) -> None:
-    """The user's file holds the backend; the project's file holds the number of nodes."""
-    user_file("[clusters.lab]\nbackend = 'ssh'\nnodes = 1\n")
-    write(project / "clusterjob.toml", "[clusters.lab]\nnodes = 2\n")
-    found = settings(project, "lab")
-    assert (found.backend, found.values) == ("ssh", {"nodes": 2})
-
-
 @pytest.mark.parametrize(
     ("cluster", "environ", "chosen_at"),
     [

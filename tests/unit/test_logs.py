@@ -189,31 +189,6 @@ def test_lines_are_read_as_a_terminal_shows_them(
 
 
 @pytest.mark.usefixtures("clock")
-@pytest.mark.parametrize(
-    "junk",
-    [
-        b"17000",
-        b"\n",
-        b"x y z\n",
-        b"1700000005.000 rank0.out\n",
-        b"1700000005.000 rank0.out 5 6\n",
-        b"\xff\xff\n",
-        b"1700000005.000 rank0.ou",
-        b"nan rank0.out 3\n",
-    ],
-)
-def test_broken_timeline_loses_no_lines(tmp_path: Path, junk: bytes) -> None:
-    """The disk was full, or the agent was killed while it wrote."""
-    node = Node(tmp_path, 0)
-    node.write("rank0.out", "one\n")
-    node.write("timeline", junk, note=False)
-    node.write("rank0.out", "two\n")
-    node.write("rank0.out", "three\n")
-    reader = LogReader(tmp_path)
-    assert texts(reader.read() + reader.finish()) == ["one", "two", "three"]
-
-
-@pytest.mark.usefixtures("clock")
 def test_timeline_entry_outside_node_directory_is_ignored(tmp_path: Path) -> None:
     node = Node(tmp_path, 0)
     (tmp_path / "logs" / "rank5.out").write_text("elsewhere\n")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import inspect
 from pathlib import Path
 
 import pytest
@@ -134,11 +133,6 @@ def test_every_launch_option_is_parsed_from_its_own_arguments(tmp_path: Path) ->
         if field.name != "program"
     )
     assert parse(changed.arguments()) == changed
-
-
-def test_job_options_have_no_positional_parameter() -> None:
-    kinds = {each.kind for each in job_options._parameters()}
-    assert kinds == {inspect.Parameter.KEYWORD_ONLY}
 
 
 ARGPARSE = 'parser.add_argument("--nodes", type=int)\n'
