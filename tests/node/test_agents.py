@@ -32,7 +32,6 @@ from procs import (
 
 MakeJob = Callable[..., Job]
 HOST = socket.gethostname()
-QUICK_LEASE = ("--heartbeat", "0.2", "--lease", "1.5")
 
 # Creates a file with its rank in the name, then waits for ever.
 SLEEPER = """
@@ -494,22 +493,6 @@ def test_root_cause_under_torchrun_is_rank_that_failed_first(make_job: MakeJob) 
 # -- killed agents and forkservers -----------------------------------------------------------------
 
 
-def test_killed_agent_of_node_1_is_reported_as_lost_node(make_job: MakeJob) -> None:
-    job = make_job(2)
-    job.start_all("--nproc-per-node", "2", job.script(SLEEPER))
-    job.wait_for("up0", "up1", "up2", "up3")
-    job.agents[1].kill()
-    wait_for_no_processes(10)
-    assert job.wait() == [1, -9]
-    failure = job.result["failure"]
-    assert job.result["state"] == "FAILED"
-    assert (failure["rank"], failure["node_rank"], failure["host"]) == (None, 1, HOST)
-    assert f"pid {job.agents[1].pid}" in failure["message"]
-    assert "lost" in failure["message"]
-    assert job.node_end(1)["state"] == "LOST"
-    assert str(job.agents[1].pid) in job.node_end(1)["reason"]
-
-
 def test_killed_coordinator_leaves_no_result_and_both_nodes_lost(make_job: MakeJob) -> None:
     job = make_job(2)
     job.start_all("--start", "exec", "--nproc-per-node", "2", job.script(SLEEPER))
@@ -534,19 +517,6 @@ def test_agent_killed_during_imports_of_forkserver_leaves_no_process(
     job.agents[0].kill()
     wait_for_no_processes(10)
     assert job.wait() == [-signal.SIGKILL]
-
-
-def test_killed_torch_store_fails_node(make_job: MakeJob) -> None:
-    job = make_job()
-    job.start(0, "--start", "exec", job.script(SLEEPER), python=WITH_TORCH)
-    job.wait_for("up0")
-    workers = job.workers_of(job.agents[0])
-    store = next(pid for pid in workers if "clusterjob.node" in command_line(pid))
-    os.kill(store, signal.SIGKILL)
-    assert job.wait() == [1]
-    assert (job.result["failure"]["rank"], job.result["failure"]["node_rank"]) == (None, 0)
-    assert "store" in job.result["failure"]["message"]
-    assert "SIGKILL" in job.result["failure"]["message"]
 
 
 # -- processes that workers leave behind -----------------------------------------------------------
@@ -586,19 +556,23 @@ def test_daemonized_grandchildren_end_with_killed_agent_or_forkserver(
         )
     )
     job.wait_for("daemon0", "daemon1")
-    if victim == "forkserver":
-        os.kill(job.forkserver_of(job.agents[1]), signal.SIGKILL)
-    else:
-        for agent in job.agents[: 1 + (victim == "both agents")]:
-            agent.kill()
+    agent = job.agents[1].pid
+    victims = {
+        "agent": [agent],
+        "both agents": [agent, job.agents[0].pid],
+        "forkserver": [job.forkserver_of(job.agents[1])],
+    }
+    for pid in victims[victim]:
+        os.kill(pid, signal.SIGKILL)
     wait_for_no_processes(10)
     assert 0 not in job.wait()
-    if victim == "forkserver":
-        failure = job.result["failure"]
-        assert (failure["rank"], failure["node_rank"]) == (None, 1)
-        assert "SIGKILL" in failure["message"]
-    else:
+    if victim != "forkserver":
         assert job.node_end(1)["state"] == "LOST"
+        assert str(agent) in job.node_end(1)["reason"]
+    if victim != "both agents":
+        failure = job.result["failure"]
+        assert (failure["rank"], failure["node_rank"], failure["host"]) == (None, 1, HOST)
+        assert {"agent": f"pid {agent}", "forkserver": "SIGKILL"}[victim] in failure["message"]
 
 
 @pytest.mark.parametrize("end", ["failure", "kill"])
@@ -685,39 +659,35 @@ def test_coordinator_takes_next_port_when_port_is_in_use(make_job: MakeJob) -> N
         assert job.wait() == [0, 0]
 
 
-def test_configured_port_in_use_is_reported_without_traceback(make_job: MakeJob) -> None:
-    job = make_job()
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        port = taken.getsockname()[1]
-        job.start(0, job.script("print('ran')"), env={"CLUSTERJOB_MASTER_PORT": str(port)})
-        assert job.wait() == [1]
-    assert str(port) in job.result["reason"]
-    assert "in use" in job.result["reason"]
-    assert "Traceback" not in job.stderr(job.agents[0])
-
-
 @pytest.mark.parametrize(
-    ("variables", "named"),
+    ("variables", "words", "named"),
     [
-        ({"CLUSTERJOB_ATTEMPT": "second"}, "CLUSTERJOB_ATTEMPT"),
-        ({"CLUSTERJOB_TOKEN": "", "CLUSTERJOB_TOKEN_FILE": "/nowhere/token"}, "/nowhere/token"),
+        ({"CLUSTERJOB_ATTEMPT": "second"}, ["SCRIPT"], "CLUSTERJOB_ATTEMPT"),
+        (
+            {"CLUSTERJOB_TOKEN": "", "CLUSTERJOB_TOKEN_FILE": "/nowhere/token"},
+            ["SCRIPT"],
+            "/nowhere/token",
+        ),
+        ({"CLUSTERJOB_JOB_DIR": "SCRIPT/job"}, ["SCRIPT"], "clusterjob: the job directory "),
+        ({}, ["--start", "fork", "--", "true"], "--start fork is impossible"),
+        (
+            {},
+            ["--", sys.executable, "-m", "clusterjob.node", "SCRIPT"],
+            "already one process of a job",
+        ),
     ],
 )
-def test_wrong_variable_is_reported_without_traceback(
-    make_job: MakeJob, variables: dict[str, str], named: str
+def test_impossible_start_is_reported_without_traceback(
+    make_job: MakeJob, variables: dict[str, str], words: list[str], named: str
 ) -> None:
     job = make_job()
-    job.start(0, job.script("print('ran')"), env=variables)
+    script = job.script("print('ran')")
+    env = {name: value.replace("SCRIPT", script) for name, value in variables.items()}
+    job.start(0, *(word.replace("SCRIPT", script) for word in words), env=env)
     assert job.wait()[0] in (1, 2)
-    assert named in job.stderr(job.agents[0])
-    assert "Traceback" not in job.stderr(job.agents[0])
-
-
-def test_launch_inside_worker_is_refused(make_job: MakeJob) -> None:
-    job = make_job()
-    job.start(0, "--", sys.executable, "-m", "clusterjob.node", job.script("print('ran')"))
-    assert job.wait() == [2]
-    assert "already one process of a job" in "".join(job.result["failure"]["last_lines"])
+    told = job.stderr(job.agents[0])
+    assert named in told
+    assert "Traceback" not in told
 
 
 # -- restarts --------------------------------------------------------------------------------------
@@ -1050,13 +1020,6 @@ def test_command_has_same_signal_dispositions_as_in_shell(make_job: MakeJob) -> 
     assert job.log(0, "rank0.err") == ""
 
 
-def test_start_fork_with_command_is_refused(make_job: MakeJob) -> None:
-    job = make_job()
-    job.start(0, "--start", "fork", "--", "true")
-    assert job.wait() == [1]
-    assert "--start fork is impossible" in job.result["reason"]
-
-
 # -- output and disk -------------------------------------------------------------------------------
 
 
@@ -1074,35 +1037,3 @@ def test_job_continues_after_reader_of_output_closes_pipe(make_job: MakeJob) -> 
     job.start(1, "--max-restarts", "1", script)
     assert job.wait() == [0, 0]
     assert (job.result["state"], job.result["restarts"]) == ("SUCCEEDED", 1)
-
-
-def test_paused_reader_of_output_does_not_expire_lease(make_job: MakeJob) -> None:
-    """With ``clusterjob run ... | less`` the pipe fills, and the job continues."""
-    job = make_job(2)
-    script = job.script("""
-        import os, pathlib, time
-        for _ in range(4000):
-            print("x" * 99)
-        pathlib.Path(f"up{os.environ['RANK']}").touch()
-        while not os.path.exists("go"):
-            time.sleep(0.01)
-    """)
-    job.start(0, *QUICK_LEASE, script, stdout=subprocess.PIPE)
-    job.start(1, *QUICK_LEASE, script)
-    job.wait_for("up0", "up1")
-    time.sleep(3)
-    job.path("go").touch()
-    output = job.agents[0].stdout.read()
-    assert job.wait() == [0, 0]
-    assert output.count(b"x" * 99) == 4000
-
-
-def test_job_directory_that_cannot_be_created_is_reported(make_job: MakeJob) -> None:
-    job = make_job()
-    job.path("file").touch()
-    job.start(
-        0, job.script("print('ran')"), env={"CLUSTERJOB_JOB_DIR": str(job.path("file") / "job")}
-    )
-    assert job.wait() == [1]
-    assert job.stderr(job.agents[0]).startswith("clusterjob: the job directory ")
-    assert "Traceback" not in job.stderr(job.agents[0])

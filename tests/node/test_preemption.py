@@ -28,8 +28,7 @@ from procs import (
     wait_until,
 )
 
-from clusterjob.node.logs import ends, failure_texts
-from clusterjob.node.verdict import FailureKind
+from clusterjob.node.logs import ends
 from clusterjob.node.workers.forkserver import WarningPipe
 
 MakeJob = Callable[..., Job]
@@ -543,33 +542,6 @@ def test_process_outside_job_is_never_preempted(tmp_path: Path) -> None:
         print(ctx.preempted, ctx.attempt)
     """
     assert result_of(run_alone(tmp_path, text, {})) == (0, "False 0\n")
-
-
-@pytest.mark.parametrize(
-    ("message", "signal_name", "expected"),
-    [
-        ("killed by SIGTERM", "SIGTERM", True),
-        ("RuntimeError: DataLoader worker (pid 7) is killed by signal: Terminated. ", None, True),
-        ("RuntimeError: DataLoader worker (pid(s) 7, 8) exited unexpectedly", None, True),
-        (
-            (
-                "torch.distributed.elastic.multiprocessing.api.SignalException: "
-                "Process 7 got signal: 15"
-            ),
-            None,
-            True,
-        ),
-        ("ValueError: boom", None, False),
-        ("killed by SIGKILL", "SIGKILL", False),
-    ],
-)
-def test_failure_kind_is_terminated_only_for_end_by_sigterm(
-    message: str, signal_name: str | None, expected: bool
-) -> None:
-    kind = failure_texts.kind_of_end(
-        FailureKind.CODE, failure_texts.meanings([message]), signal_name, raised=True
-    )
-    assert (kind is FailureKind.TERMINATED) is expected
 
 
 # -- real training ---------------------------------------------------------------------------------
