@@ -4,58 +4,63 @@ from __future__ import annotations
 
 import itertools
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from clusterjob.node.logs.log_files import Folded, LogLine, fold
 
 
-def log_line(text: str, rank: int = 0) -> LogLine:
-    return LogLine(0, rank, stream="out", text=text, seconds=1.0)
+def log_line(seconds: float, rank: int, text: str) -> LogLine:
+    return LogLine(0, rank, stream="out", text=text, seconds=seconds)
+
+
+def folded(lines: list[LogLine]) -> list[tuple[str, str]]:
+    return [(line.label, line.text) for line in fold_all(lines)]
 
 
 def fold_all(lines: list[LogLine]) -> list[Folded]:
     return [*itertools.chain.from_iterable(fold([lines]))]
 
 
-OVERRIDES = [f"Overriding: key{number} = 1" for number in range(18)]
+def test_equal_lines_of_ranks_with_staggered_start_are_folded() -> None:
+    """Like nanoGPT: all ranks write 18 equal lines; rank 0 writes one line before them."""
+    common_lines = [f"Overriding: key{number} = 1" for number in range(18)]
+    lines = [
+        log_line(0.1 * rank, rank, text)
+        for rank in (1, 2, 3, 0)
+        for text in (["tokens per iteration: 1"] if rank == 0 else []) + common_lines
+    ]
+    assert folded(lines) == [
+        ("0", "tokens per iteration: 1"),
+        *(("0-3", text) for text in common_lines),
+    ]
 
 
-@pytest.mark.parametrize(
-    ("lines", "shown"),
-    [
-        (  # as nanoGPT: all ranks write equal lines; rank 0 starts last, with a line before them
-            [
-                (0.1 * rank, rank, text)
-                for rank in (1, 2, 3, 0)
-                for text in (["tokens per iteration: 1"] if rank == 0 else []) + OVERRIDES
-            ],
-            [("0", "tokens per iteration: 1"), *(("0-3", text) for text in OVERRIDES)],
-        ),
-        (
-            [
-                (0.2 * rank, rank, text)
-                for rank in range(4)
-                for text in (f"rank {rank} loaded", "ready")
-            ],
-            [*((str(rank), f"rank {rank} loaded") for rank in range(4)), ("0-3", "ready")],
-        ),
-        ([(0, 0, "epoch"), (60, 1, "epoch")], [("0", "epoch"), ("1", "epoch")]),
-        # Rank 1 lacks the first separator; a match with a later one would prevent folding of steps.
-        (
-            [(0, 0, text) for text in ("---", "step 1", "---", "step 2")]
-            + [(0.1, 1, text) for text in ("step 1", "---", "step 2")],
-            [("0", "---"), ("0-1", "step 1"), ("0-1", "---"), ("0-1", "step 2")],
-        ),
-    ],
-    ids=["staggered", "after other lines", "a minute apart", "without a separator"],
-)
-def test_equal_lines_within_seconds_are_folded(
-    lines: list[tuple[float, int, str]], shown: list[tuple[str, str]]
-) -> None:
-    written = [LogLine(0, rank, "out", text, seconds) for seconds, rank, text in lines]
-    assert [(line.label, line.text) for line in fold_all(written)] == shown
+def test_equal_lines_after_different_lines_are_folded() -> None:
+    lines = [
+        log_line(0.2 * rank, rank, text)
+        for rank in range(4)
+        for text in (f"rank {rank} loaded", "ready")
+    ]
+    assert folded(lines) == [
+        *((str(rank), f"rank {rank} loaded") for rank in range(4)),
+        ("0-3", "ready"),
+    ]
+
+
+def test_equal_lines_a_minute_apart_are_not_folded() -> None:
+    assert folded([log_line(0, 0, "epoch"), log_line(60, 1, "epoch")]) == [
+        ("0", "epoch"),
+        ("1", "epoch"),
+    ]
+
+
+def test_rank_without_first_separator_is_still_folded() -> None:
+    """Rank 1 lacks the first separator; a match with a later one would prevent folding of steps."""
+    lines = [log_line(0, 0, text) for text in ("---", "step 1", "---", "step 2")] + [
+        log_line(0.1, 1, text) for text in ("step 1", "---", "step 2")
+    ]
+    assert folded(lines) == [("0", "---"), ("0-1", "step 1"), ("0-1", "---"), ("0-1", "step 2")]
 
 
 def test_equal_lines_of_ranks_and_nodes_are_folded_in_each_stream() -> None:
@@ -71,11 +76,11 @@ def test_equal_lines_of_ranks_and_nodes_are_folded_in_each_stream() -> None:
 
 def test_many_or_long_lines_are_folded_in_parts() -> None:
     count = 12_000
-    parts = [*fold([log_line(str(number), number % 2)] for number in range(count))]
+    parts = [*fold([log_line(0, number % 2, str(number))] for number in range(count))]
     assert max(map(len, parts)) <= 5001
     assert sum(map(len, parts)) == count
     long = "x" * (1 << 20)
-    assert len([*fold([log_line(f"{number}{long}")] for number in range(10))]) > 1
+    assert len([*fold([log_line(1, 0, f"{number}{long}")] for number in range(10))]) > 1
 
 
 def writers(label: str) -> list[object]:
