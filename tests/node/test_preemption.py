@@ -404,22 +404,24 @@ def test_worker_without_agent_reads_warning_file_of_its_attempt(tmp_path: Path) 
     assert result_of(process) == (75, "first\nsecond\n")
 
 
-@pytest.mark.parametrize(("number", "variable"), [(signal.SIGUSR1, ""), (signal.SIGTERM, "none")])
-def test_worker_without_agent_takes_signal_as_warning(
-    tmp_path: Path, number: int, variable: str
+SAVED = (75, "first\nsecond\n")
+
+
+@pytest.mark.parametrize(
+    ("number", "variable", "expected"),
+    [
+        (signal.SIGUSR1, "", SAVED),
+        (signal.SIGTERM, "none", SAVED),
+        *((signal.SIGTERM, pipe, (-signal.SIGTERM, "")) for pipe in ("", "0:1", "999999:1")),
+    ],
+)
+def test_signal_warns_worker_without_agent_unless_its_warning_pipe_is_invalid(
+    tmp_path: Path, number: int, variable: str, expected: tuple[int, str]
 ) -> None:
     process = run_alone(tmp_path, USES_CALLBACKS, {"CLUSTERJOB_WARNING_FD": variable})
     wait_until((tmp_path / "up0").exists, TEST_TIMEOUT)
     process.send_signal(number)
-    assert result_of(process) == (75, "first\nsecond\n")
-
-
-@pytest.mark.parametrize("variable", ["", "0:1", "999999:1"])
-def test_sigterm_ends_worker_without_valid_warning_pipe(tmp_path: Path, variable: str) -> None:
-    process = run_alone(tmp_path, USES_CALLBACKS, {"CLUSTERJOB_WARNING_FD": variable})
-    wait_until((tmp_path / "up0").exists, TEST_TIMEOUT)
-    process.terminate()
-    assert result_of(process) == (-signal.SIGTERM, "")
+    assert result_of(process) == expected
 
 
 def test_sigterm_ends_worker_of_cancelled_job(tmp_path: Path) -> None:

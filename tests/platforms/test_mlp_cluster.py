@@ -267,16 +267,6 @@ def test_pending_job_shows_reason_from_platform(user: User) -> None:
     user("cancel", job)
 
 
-def test_node_with_failed_setup_line_is_named(user: User) -> None:
-    user.volc.failure_grace = 1.0
-    options = ("--nodes", "2", "--setup", '[ "$MLP_ROLE_INDEX" = 0 ]', "--join-timeout", "60")
-    job = user.submit("print('trained')", *options)
-    waited = user("wait", job, code=None)
-    assert waited.returncode != 0
-    assert "node 1" in waited.stderr
-    assert "a setup line failed" in waited.stderr
-
-
 @pytest.mark.slow
 def test_ctrl_c_during_array_submission_cancels_submitted_tasks(user: User) -> None:
     user.options = OPTIONS | {"submit_rate": "0.01"}

@@ -83,13 +83,6 @@ def test_option_of_the_node_is_a_launch_option_with_the_same_default(option: Opt
         assert known[option.node].default == spec_fields[option.key].default
 
 
-def test_every_option_sets_a_field_of_the_job() -> None:
-    fields = {field.name for field in dataclasses.fields(JobSpec)}
-    for option in OPTIONS.values():
-        if option.target is Target.SPEC:
-            assert option.key in fields, option.key
-
-
 def test_flags_and_variables_of_the_table_are_unique() -> None:
     flags = [flag for o in OPTIONS.values() for flag in (o.flag, o.short) if flag]
     assert len(set(flags)) == len(flags) > 0
