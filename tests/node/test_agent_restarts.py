@@ -244,18 +244,6 @@ def test_numbered_lines_go_on_after_agent_was_killed(make_job: MakeJob) -> None:
         assert sum(text in line for line in lines) == 1, lines
 
 
-def test_time_limit_goes_on_after_agent_of_node_0_was_killed(make_job: MakeJob) -> None:
-    job = make_job()
-    job.start(0, *RESTARTS, "--time-limit", "6", job.script(ROUNDS))
-    job.wait_for("up0.0")
-    time.sleep(2.0)  # a part of the time limit
-    os.kill(job.agent_of(0), signal.SIGKILL)
-    assert job.wait() == [124]
-    assert job.result["restarts"] == 1
-    (_, again), (*_, stop) = job.events("started"), job.events("stop")
-    assert stop["monotonic"] - again["monotonic"] < 6.0, "the limit would begin again"
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("node", [0, 1])
 def test_node_whose_agent_was_frozen_comes_back(make_job: MakeJob, node: int) -> None:

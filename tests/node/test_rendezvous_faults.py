@@ -230,7 +230,7 @@ def test_time_limit_excludes_import_of_torch(make_job: MakeJob) -> None:
     job = make_job(2)
     slow = job.directory / "slow" / "torch"
     slow.mkdir(parents=True)
-    (slow / "__init__.py").write_text("import time\ntime.sleep(6)\nraise ImportError('no torch')\n")
+    (slow / "__init__.py").write_text("import time\ntime.sleep(4)\nraise ImportError('no torch')\n")
     script = job.script("import time; time.sleep(0.2)")
     for node_rank in (0, 1):
         path = (
@@ -238,7 +238,7 @@ def test_time_limit_excludes_import_of_torch(make_job: MakeJob) -> None:
             if node_rank
             else os.environ["PYTHONPATH"]
         )
-        job.start(node_rank, "--time-limit", "5", script, env={"PYTHONPATH": path})
+        job.start(node_rank, "--time-limit", "3", script, env={"PYTHONPATH": path})
     assert job.wait() == [0, 0], job.stderr(job.agents[0])
 
 

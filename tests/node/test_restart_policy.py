@@ -39,23 +39,16 @@ def test_same_exception_in_two_rounds_ends_the_job(make_job: MakeJob) -> None:
 
 
 @pytest.mark.parametrize(
-    ("script", "code", "why"),
+    ("script", "why"),
     [
-        ("x = = 1", 1, "SyntaxError: it would fail again"),
-        (
-            "import argparse; argparse.ArgumentParser().parse_args(['--no'])",
-            2,
-            "its arguments are wrong: it would fail again",
-        ),
-        ("raise MemoryError", 1, "the memory is too small for this job"),
+        ("x = = 1", "SyntaxError: it would fail again"),
+        ("raise MemoryError", "the memory is too small for this job"),
     ],
 )
-def test_certain_failure_ends_the_job_at_once(
-    make_job: MakeJob, script: str, code: int, why: str
-) -> None:
+def test_certain_failure_ends_the_job_at_once(make_job: MakeJob, script: str, why: str) -> None:
     job = make_job(1)
     job.start(0, "--max-restarts", "5", job.script(script))
-    assert job.wait() == [code]
+    assert job.wait() == [1]
     assert (job.result["restarts"], why in job.result["reason"]) == (0, True)
 
 
