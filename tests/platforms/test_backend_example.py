@@ -15,15 +15,14 @@ from procs import TEST_TIMEOUT, wait_until
 
 EXAMPLE = ROOT / "examples" / "backend"
 TRAIN = """
-import sys, time, torch, torch.distributed as dist
+import sys, torch, torch.distributed as dist
 from clusterjob import bootstrap
 with bootstrap.init(timeout=90) as ctx:
     value = torch.ones(1)
     dist.all_reduce(value)
     print(f"rank {ctx.rank} of {value.item():.0f} on node {ctx.node_rank}", *sys.argv[1:])
-    if "wait" in sys.argv:
-        time.sleep(600)
 """
+WAIT = "import time; print('up', flush=True); time.sleep(600)"
 
 
 @pytest.fixture(scope="module")
@@ -128,11 +127,12 @@ def test_secret_reaches_workers_and_no_file_of_job(user: User, tmp_path: Path) -
     assert [path for path in files if b"5ecret" in path.read_bytes()] == []
 
 
-def test_job_on_queue_can_be_cancelled(user: User) -> None:
-    ran = user.clusterjob("submit", *FLAGS, "train.py", "wait")
+def test_job_on_queue_can_be_cancelled(user: User, tmp_path: Path) -> None:
+    (tmp_path / "work" / "wait.py").write_text(WAIT)
+    ran = user.clusterjob("submit", *FLAGS, "wait.py")
     assert ran.code == 0, ran.err
     job = ran.out.split()[-1]
-    wait_until(lambda: "rank 0 of 4" in user.clusterjob("logs", job).out, TEST_TIMEOUT)
+    wait_until(lambda: "[0] up" in user.clusterjob("logs", job).out, TEST_TIMEOUT)
     assert user.clusterjob("cancel", job).code == 0
     assert user.clusterjob("wait", job).code == 143
     assert "CANCELLED" in user.clusterjob("status", job).out
