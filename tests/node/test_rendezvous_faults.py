@@ -245,6 +245,15 @@ def test_time_limit_excludes_import_of_torch(make_job: MakeJob) -> None:
 # -- agents with internal errors -------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("files", [9, 10, 12, 16])
+def test_agent_with_low_open_file_limit_ends_within_timeout(make_job: MakeJob, files: int) -> None:
+    """Without one of its tasks, an agent would run beyond its join timeout."""
+    job = make_job(2)
+    limited = ("sh", "-c", f'ulimit -n {files}; exec "$@"', "sh", sys.executable, "-S")
+    job.start(0, "--join-timeout", "1", job.script("print('ran')"), python=limited)
+    assert job.wait() != [0]
+
+
 BROKEN = """
     import asyncio, os, runpy, sys, time
     from clusterjob.node.rendezvous.membership import Membership
