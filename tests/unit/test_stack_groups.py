@@ -276,6 +276,28 @@ def test_native_addresses_do_not_separate_groups() -> None:
     assert grouping.headline(grouping.group(both)) == "all 2 ranks are in decode (data.py:41)"
 
 
+FRAMES = st.builds(
+    Frame,
+    st.text(max_size=20) | st.sampled_from([ALL_REDUCE[0].file, f"{LIBRARY}/queue.py"]),
+    st.none() | st.integers(0, 99),
+    st.text(max_size=20) | st.sampled_from(["all_reduce", "get"]),
+)
+
+
+@settings(max_examples=100)
+@given(mains=st.lists(st.lists(FRAMES, max_size=5), max_size=12))
+def test_any_stacks_give_groups_of_all_ranks_and_lines(mains: list[list[Frame]]) -> None:
+    stacks = [stack(rank, main) for rank, main in enumerate(mains)]
+    groups = grouping.group(stacks)
+    assert sorted(rank for each in groups for rank in each.ranks) == list(range(len(mains)))
+    sizes = [len(each.ranks) for each in groups]
+    assert sizes == sorted(sizes)
+    assert "\n" not in grouping.headline(groups) or any(
+        "\n" in frame.function + frame.file for main in mains for frame in main
+    )
+    grouping.text(stacks, all_threads=True)
+
+
 def test_frames_of_import_machinery_are_hidden() -> None:
     frozen = Frame("<frozen importlib._bootstrap>", 241, "_call_with_frames_removed")
     inner = Frame("/v/lib/python3.11/site-packages/torch/distributed/tensor/_ops.py", 80, "wrap")
