@@ -12,7 +12,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from hashlib import sha256
 from pathlib import Path
@@ -50,8 +50,6 @@ class Case:
         quick: whether the first start is in the normal test run; the others are marked slow.
         needs: required modules; if one is missing, the case is skipped.
         stdin: text on the launcher's standard input; None for /dev/null.
-        send: signal to the launcher's process group after each rank has created its file
-            ``ready<rank>``.
         restarts: --max-restarts.
         limit: maximum seconds under clusterjob.
     """
@@ -71,7 +69,6 @@ class Case:
     quick: bool = False
     needs: tuple[str, ...] = ()
     stdin: str | None = None
-    send: int | None = None
     restarts: int = 0
     limit: float = 90.0
 
@@ -90,7 +87,7 @@ class Outcome:
         out: stdout of each rank, by rank.
         files: contents of the written files by name: text, or ``binary``.
         left: last argument of each process that outlived its launcher.
-        shown, err: the launcher's own stdout and stderr; not recorded.
+        err: the launcher's own stderr; not recorded.
         seconds: wall time; not recorded.
     """
 
@@ -98,7 +95,6 @@ class Outcome:
     out: list[str]
     files: dict[str, str]
     left: list[str]
-    shown: str = ""
     err: str = ""
     seconds: float = 0.0
     ranks_err: list[str] = field(default_factory=list)
@@ -112,50 +108,29 @@ class Outcome:
         }
 
 
-def under_clusterjob(
-    case: Case,
-    directory: Path,
-    start: str | None,
-    options: Iterable[str] = (),
-    home: Path | None = None,
-) -> Outcome:
-    """Run a case with ``clusterjob run``.
+def under_clusterjob(case: Case, directory: Path, start: str) -> Outcome:
+    """Run a case with ``clusterjob run`` on this machine.
 
     Args:
         case: what to run.
         directory: an empty directory for the run.
-        start: ``fork`` or ``exec``; None if agents do not start the workers.
-        options: further options of ``run``; without them, the local cluster is used.
-        home: CLUSTERJOB_HOME (default: a subdirectory of `directory`).
+        start: ``fork`` or ``exec``.
     """
-    home = home or directory / "home"
-    argv = [
-        sys.executable,
-        "-m",
-        "clusterjob",
-        "run",
-        "--nodes",
-        str(case.nodes),
-        "--nproc-per-node",
-        str(case.nproc),
-    ]
-    argv += ["--python", sys.executable, "--max-restarts", str(case.restarts)]
-    argv += ["--start", start] if start else []
-    argv += list(options) or ["--cluster", "local"]
+    home = directory / "home"
+    argv = [sys.executable, "-m", "clusterjob", "run", "--cluster", "local"]
+    argv += ["--nodes", str(case.nodes), "--nproc-per-node", str(case.nproc)]
+    argv += ["--python", sys.executable, "--max-restarts", str(case.restarts), "--start", start]
     work = _work(directory)
-    before = set(_jobs(home))
-    keep = {name: os.environ[name] for name in ("SLURM_CONF",) if name in os.environ}
-    run = _run(
-        [[*argv, *_program(case)]], case, work, {"CLUSTERJOB_HOME": str(home), **keep}, case.limit
-    )
+    run = _run([[*argv, *_program(case)]], case, work, {"CLUSTERJOB_HOME": str(home)}, case.limit)
     run.files = _files(work)
-    for job in set(_jobs(home)) - before:
-        run.out = [
-            _text(job, f"logs/node*/rank{rank}.*out", work) for rank in range(case.world_size)
-        ]
-        run.ranks_err = [
-            _text(job, f"logs/node*/rank{rank}.*err", work) for rank in range(case.world_size)
-        ]
+    for job in (home / "jobs").glob("*"):
+        run.out, run.ranks_err = (
+            [
+                _text(job, f"logs/node*/rank{rank}.*{stream}", work)
+                for rank in range(case.world_size)
+            ]
+            for stream in ("out", "err")
+        )
     return run
 
 
@@ -251,18 +226,14 @@ def _work(directory: Path) -> Path:
     )
 
 
-def _jobs(home: Path) -> list[Path]:
-    return sorted((home / "jobs").glob("*")) if home.exists() else []
-
-
 def _run(
     commands: list[list[str]], case: Case, work: Path, extra: Mapping[str, str], limit: float
 ) -> Outcome:
     binaries = os.path.dirname(sys.executable)
     variables = environment(work.parent, {"PATH": f"{binaries}:{os.environ['PATH']}", **extra})
-    stdout, stderr = work.parent / "stdout.txt", work.parent / "stderr.txt"
+    stderr = work.parent / "stderr.txt"
     begin = time.monotonic()
-    with stdout.open("wb") as out, stderr.open("wb") as err, contextlib.ExitStack() as stack:
+    with stderr.open("wb") as err, contextlib.ExitStack() as stack:
         stdin: Any = subprocess.DEVNULL
         if case.stdin is not None:
             stdin = stack.enter_context(tempfile.TemporaryFile(dir=work.parent))
@@ -274,39 +245,23 @@ def _run(
                 cwd=work,
                 env=variables,
                 stdin=stdin,
-                stdout=out,
+                stdout=subprocess.DEVNULL,
                 stderr=err,
                 start_new_session=True,
             )
             for argv in commands
         ]
-        end = begin + limit
-        if case.send is not None:
-            _send(case, started, work, end)
         codes: list[int | None] = []
         for process in started:
-            try:
-                codes.append(process.wait(max(0.1, end - time.monotonic())))
-            except subprocess.TimeoutExpired:
-                codes.append(None)
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(max(0.1, begin + limit - time.monotonic()))
+            codes.append(process.returncode)
         seconds = time.monotonic() - begin
         if None in codes:
             _stop(started)
         left = _left(wait=None not in codes)
     code = None if None in codes else max(codes, key=lambda value: abs(value or 0))
-    shown = _shorten(stdout.read_bytes())
-    return Outcome(code, [], {}, left, shown, stderr.read_text(errors="replace"), seconds)
-
-
-def _send(case: Case, started: list[subprocess.Popen[bytes]], work: Path, end: float) -> None:
-    """Signal the process groups of the launchers, like a terminal, when all ranks are ready."""
-    while not all((work / f"ready{rank}").exists() for rank in range(case.world_size)):
-        if time.monotonic() > end or all(process.poll() is not None for process in started):
-            return
-        time.sleep(0.02)
-    for process in started:
-        assert case.send is not None
-        os.killpg(process.pid, case.send)
+    return Outcome(code, [], {}, left, stderr.read_text(errors="replace"), seconds)
 
 
 def _stop(started: list[subprocess.Popen[bytes]]) -> None:

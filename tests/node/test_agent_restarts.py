@@ -35,7 +35,7 @@ ROUNDS = """
         time.sleep(0.02)
     print(f"rank {rank} ends", flush=True)
 """
-# Ranks that add ones until the file ``go`` exists; a rank writes the time of its first sum.
+# Ranks that add ones until the file ``go`` exists; each creates a file after its first sum.
 SUMS = """
     import os, pathlib, time
     import torch, torch.distributed as dist
@@ -44,9 +44,7 @@ SUMS = """
     one = torch.ones(1)
     dist.all_reduce(one)
     assert one.item() == dist.get_world_size()
-    path = pathlib.Path(f"up{rank}.{restart}")
-    path.with_suffix(".new" + restart).write_text(str(time.monotonic()))
-    path.with_suffix(".new" + restart).rename(path)
+    pathlib.Path(f"up{rank}.{restart}").touch()
     go = torch.zeros(1)
     while not go.item():
         go = torch.tensor([float(os.path.exists(f"go{restart}"))])
@@ -73,8 +71,6 @@ def store_of(job: Job) -> int:
 
 def victim_of(job: Job, victim: str) -> int:
     kind, _, node = victim.partition(" ")
-    if kind == "store":
-        return store_of(job)
     return job.agent_of(int(node)) if kind == "agent" else forkserver_of(job, int(node))
 
 
@@ -116,39 +112,17 @@ def test_killed_part_restarts_the_workers(make_job: MakeJob, victim: str) -> Non
     assert not own_processes()
 
 
-@pytest.mark.parametrize("victim", ["store", "forkserver 0"])
-def test_killed_part_of_torch_job_restarts_it(make_job: MakeJob, victim: str) -> None:
+def test_killed_store_restarts_the_workers(make_job: MakeJob) -> None:
     job = make_job(2)
     job.start_all(*RESTARTS, job.script(SUMS), python=WITH_TORCH)
     job.wait_for(*up(0))
-    os.kill(victim_of(job, victim), signal.SIGKILL)
-    killed = time.monotonic()
+    os.kill(store_of(job), signal.SIGKILL)
     job.wait_for(*up(1))
-    print(f"{max(float(job.path(name).read_text()) for name in up(1)) - killed:.2f} s")
     job.path("go1").touch()
     assert job.wait() == [0, 0], [job.stderr(agent) for agent in job.agents]
     assert (job.result["state"], job.result["restarts"]) == ("SUCCEEDED", 1)
     (restart,) = job.events("restart")
-    assert victim.partition(" ")[0] in restart["why"]
-    assert not own_processes()
-
-
-def test_fourth_kill_ends_job_and_names_the_last(make_job: MakeJob) -> None:
-    job = make_job(2)
-    job.start_all(*RESTARTS, job.script(ROUNDS))
-    for restart, victim in enumerate(["agent 0", "forkserver 1", "agent 1", "agent 0"]):
-        job.wait_for(*up(restart))
-        last = victim_of(job, victim)
-        os.kill(last, signal.SIGKILL)
-    assert job.wait() == [1, 1], [job.stderr(agent) for agent in job.agents]
-    result = job.result
-    assert (result["state"], result["restarts"]) == ("FAILED", 3)
-    assert result["failure"]["node_rank"] == 0
-    assert (
-        f"the agent of node 0 on {os.uname().nodename} (pid {last}) was killed by SIGKILL"
-        in (result["reason"])
-    )
-    assert job.node_end(1)["state"] == "FAILED"
+    assert "store" in restart["why"]
     assert not own_processes()
 
 
@@ -162,35 +136,6 @@ def test_each_kill_of_the_coordinator_costs_one_restart(make_job: MakeJob) -> No
     assert job.wait() == [0], job.stderr(job.agents[0])
     assert (job.result["state"], job.result["restarts"]) == ("SUCCEEDED", 3)
     assert [each["kind"] for each in job.result["attempts"]] == ["node_lost"] * 3 + [""]
-
-
-def test_agent_that_is_killed_while_it_joins_again_comes_back(make_job: MakeJob) -> None:
-    job = make_job(2)
-    job.start_all(*RESTARTS, job.script(ROUNDS))
-    job.wait_for(*up(0))
-    first = job.agent_of(1)
-    os.kill(first, signal.SIGKILL)
-    parent = job.agents[1].pid
-    (second,) = wait_until(
-        lambda: [pid for pid in children(parent) if pid != first and children(pid)], TEST_TIMEOUT
-    )
-    os.kill(second, signal.SIGKILL)
-    job.path("go1").touch()
-    job.path("go2").touch()
-    assert job.wait() == [0, 0], [job.stderr(agent) for agent in job.agents]
-    assert 1 <= job.result["restarts"] <= 2, "2 if it had joined"
-
-
-def test_agents_of_all_nodes_killed_at_once_cost_one_restart(make_job: MakeJob) -> None:
-    job = make_job(2)
-    job.start_all(*RESTARTS, job.script(ROUNDS))
-    job.wait_for(*up(0))
-    for pid in [job.agent_of(0), job.agent_of(1)]:
-        os.kill(pid, signal.SIGKILL)
-    job.wait_for(*up(1))
-    job.path("go1").touch()
-    assert job.wait() == [0, 0], [job.stderr(agent) for agent in job.agents]
-    assert job.result["restarts"] == 1
 
 
 def test_agent_of_node_0_killed_before_the_first_round_costs_no_restart(make_job: MakeJob) -> None:
@@ -297,18 +242,6 @@ def test_numbered_lines_go_on_after_agent_was_killed(make_job: MakeJob) -> None:
     assert numbers == list(range(1, len(lines) + 1))
     for text in ("rank 0 in round 0", "rank 0 in round 1", "rank 0 ends", "restart 1 of 3"):
         assert sum(text in line for line in lines) == 1, lines
-
-
-def test_time_limit_goes_on_after_agent_of_node_0_was_killed(make_job: MakeJob) -> None:
-    job = make_job()
-    job.start(0, *RESTARTS, "--time-limit", "6", job.script(ROUNDS))
-    job.wait_for("up0.0")
-    time.sleep(2.0)  # a part of the time limit
-    os.kill(job.agent_of(0), signal.SIGKILL)
-    assert job.wait() == [124]
-    assert job.result["restarts"] == 1
-    (_, again), (*_, stop) = job.events("started"), job.events("stop")
-    assert stop["monotonic"] - again["monotonic"] < 6.0, "the limit would begin again"
 
 
 @pytest.mark.slow

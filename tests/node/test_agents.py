@@ -31,7 +31,6 @@ from procs import (
 
 MakeJob = Callable[..., Job]
 HOST = socket.gethostname()
-QUICK_LEASE = ("--lease", "1.5")
 
 # Creates a file with its rank in the name, then waits for ever.
 SLEEPER = """
@@ -60,42 +59,8 @@ DAEMON = """
 
 
 @pytest.mark.parametrize("start", ["fork", "exec"])
-def test_job_on_two_nodes_succeeds(make_job: MakeJob, start: str) -> None:
+def test_job_on_nodes_of_different_size_succeeds(make_job: MakeJob, start: str) -> None:
     job = make_job(2)
-    job.start_all(
-        "--start",
-        start,
-        "--nproc-per-node",
-        "2",
-        job.script("import os; print('rank', os.environ['RANK'])"),
-    )
-    assert job.wait() == [0, 0]
-    result = job.result
-    assert (result["state"], result["exit_code"], result["failure"], result["consequences"]) == (
-        "SUCCEEDED",
-        0,
-        None,
-        [],
-    )
-    assert (result["schema"], result["restarts"], result["attempt"]) == (1, 0, 0)
-    assert result["started_at"] <= result["ended_at"]
-    for rank in range(4):
-        assert job.log(rank // 2, f"rank{rank}.out") == f"rank {rank}\n"
-        assert job.log(rank // 2, f"rank{rank}.err") == ""
-        assert f"[{rank}] rank {rank}\n" in job.stdout(job.agents[rank // 2])
-    assert [job.node_end(node)["state"] for node in (0, 1)] == ["SUCCEEDED", "SUCCEEDED"]
-    assert [len(job.events(name)) for name in ("listening", "joined", "started", "ended")] == [
-        1,
-        2,
-        1,
-        1,
-    ]
-    assert "SUCCEEDED" in job.stderr(job.agents[0])
-    assert not own_processes()
-
-
-def test_nodes_of_different_size_get_consecutive_ranks(make_job: MakeJob) -> None:
-    job = make_job(3)
     script = job.script("""
         import json, os
         prefixes = ("MASTER_", "TORCHELASTIC_", "GROUP_", "ROLE_", "CLUSTERJOB_")
@@ -103,49 +68,48 @@ def test_nodes_of_different_size_get_consecutive_ranks(make_job: MakeJob) -> Non
         names += ["RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"]
         print(json.dumps({name: os.environ[name] for name in names}))
     """)
-    sizes = [3, 1, 2]
-    for node_rank in (2, 0, 1):
-        job.start(
-            node_rank,
-            "--nproc-per-node",
-            str(sizes[node_rank]),
-            "--max-restarts",
-            "4",
-            script,
-            env={"CLUSTERJOB_ATTEMPT": "7"},
-        )
-    assert job.wait() == [0, 0, 0]
-    rank = 0
+    options = ("--start", start, "--max-restarts", "4", "--nproc-per-node")
+    for node_rank, size in ((1, "1"), (0, "3")):
+        job.start(node_rank, *options, size, script, env={"CLUSTERJOB_ATTEMPT": "7"})
+    assert job.wait() == [0, 0]
     ports = set()
-    for node_rank, size in enumerate(sizes):
-        for local_rank in range(size):
-            seen = json.loads(job.log(node_rank, f"rank{rank}.attempt7.out"))
-            ports.add(seen.pop("MASTER_PORT"))
-            assert seen.pop("CLUSTERJOB_REPORT_FD")
-            assert (
-                seen.items()
-                >= {
-                    "RANK": str(rank),
-                    "LOCAL_RANK": str(local_rank),
-                    "WORLD_SIZE": "6",
-                    "LOCAL_WORLD_SIZE": str(size),
-                    "GROUP_RANK": str(node_rank),
-                    "GROUP_WORLD_SIZE": "3",
-                    "ROLE_RANK": str(rank),
-                    "ROLE_WORLD_SIZE": "6",
-                    "ROLE_NAME": "default",
-                    "MASTER_ADDR": "127.0.0.1",
-                    "TORCHELASTIC_RUN_ID": job.id,
-                    "TORCHELASTIC_RESTART_COUNT": "0",
-                    "TORCHELASTIC_MAX_RESTARTS": "4",
-                    "CLUSTERJOB_JOB_ID": job.id,
-                    "CLUSTERJOB_JOB_DIR": str(job.dir),
-                    "CLUSTERJOB_ATTEMPT": "7",
-                }.items()
-            )
-            rank += 1
+    for rank, (node, local_rank, size) in enumerate([(0, 0, 3), (0, 1, 3), (0, 2, 3), (1, 0, 1)]):
+        text = job.log(node, f"rank{rank}.attempt7.out")
+        assert f"[{rank}] {text}" in job.stdout(job.agents[1 - node])
+        assert job.log(node, f"rank{rank}.attempt7.err") == ""
+        seen = json.loads(text)
+        ports.add(seen.pop("MASTER_PORT"))
+        assert seen.pop("CLUSTERJOB_REPORT_FD")
+        assert (
+            seen.items()
+            >= {
+                "RANK": str(rank),
+                "LOCAL_RANK": str(local_rank),
+                "WORLD_SIZE": "4",
+                "LOCAL_WORLD_SIZE": str(size),
+                "GROUP_RANK": str(node),
+                "GROUP_WORLD_SIZE": "2",
+                "ROLE_RANK": str(rank),
+                "ROLE_WORLD_SIZE": "4",
+                "ROLE_NAME": "default",
+                "MASTER_ADDR": "127.0.0.1",
+                "TORCHELASTIC_RUN_ID": job.id,
+                "TORCHELASTIC_RESTART_COUNT": "0",
+                "TORCHELASTIC_MAX_RESTARTS": "4",
+                "CLUSTERJOB_JOB_ID": job.id,
+                "CLUSTERJOB_JOB_DIR": str(job.dir),
+                "CLUSTERJOB_ATTEMPT": "7",
+            }.items()
+        )
     assert len(ports) == 1
-    assert job.result["attempt"] == 7
+    names = ("schema", "state", "exit_code", "failure", "consequences", "restarts", "attempt")
+    assert [job.result[name] for name in names] == [1, "SUCCEEDED", 0, None, [], 0, 7]
+    assert job.result["started_at"] <= job.result["ended_at"]
+    assert [job.node_end(node)["state"] for node in (0, 1)] == ["SUCCEEDED", "SUCCEEDED"]
+    names = ("listening", "joined", "started", "ended")
+    assert [len(job.events(name)) for name in names] == [1, 2, 1, 1]
+    assert "SUCCEEDED" in job.stderr(job.agents[1])
+    assert not own_processes()
 
 
 def test_single_node_job_runs_without_environment_variables(
@@ -429,76 +393,38 @@ ALL_REDUCE = """
 ABORTS_AT_EXIT = (134, "SIGABRT")
 
 
-def check_root_cause(job: Job, how: str, guilty: int, *arguments: str) -> None:
-    job.start_all(
-        "--nproc-per-node",
-        "2",
-        *arguments,
-        job.script(ALL_REDUCE),
-        how,
-        str(guilty),
-        python=WITH_TORCH,
-    )
+@pytest.mark.parametrize(
+    ("how", "guilty", "start"),
+    [
+        ("raise", 3, "--start=fork"),
+        ("kill", 2, "--start=exec"),
+        ("exit", 1, "--start=fork"),
+        pytest.param("raise", 3, "--launcher=torchrun", marks=pytest.mark.slow),
+    ],
+)
+def test_root_cause_is_rank_that_failed_first(
+    make_job: MakeJob, how: str, guilty: int, start: str
+) -> None:
+    job = make_job(2)
+    script = job.script(ALL_REDUCE)
+    job.start_all("--nproc-per-node", "2", start, script, how, str(guilty), python=WITH_TORCH)
     ends = {"raise": [(1, None)], "kill": [(137, "SIGKILL")], "exit": [(11, None)]}[how]
-    if "exec" in arguments and how == "raise":
+    if "torchrun" in start:
         ends.append(ABORTS_AT_EXIT)
     codes = job.wait()
     failure = job.result["failure"]
-    assert failure["rank"] == guilty, job.result
+    assert (failure["rank"], failure["node_rank"]) == (guilty, guilty // 2), job.result
     assert (failure["exit_code"], failure["signal"]) in ends, job.result
     assert codes == [failure["exit_code"]] * 2
     if how == "raise":
         assert any("ValueError: the root cause" in line for line in failure["last_lines"]), (
             job.result
         )
-        assert failure["signal"] or failure["message"].startswith("ValueError: the root cause")
+        assert "ValueError: the root cause" in failure["message"]
     assert all(item["effect"] for item in job.result["consequences"]), job.result
 
 
-@pytest.mark.parametrize(
-    ("how", "guilty", "start"),
-    [
-        ("raise", 3, "fork"),
-        ("kill", 2, "exec"),
-        ("exit", 1, "fork"),
-    ],
-)
-def test_root_cause_is_rank_that_failed_first(
-    make_job: MakeJob, how: str, guilty: int, start: str
-) -> None:
-    check_root_cause(make_job(2), how, guilty, "--start", start)
-
-
-@pytest.mark.slow
-def test_root_cause_under_torchrun_is_rank_that_failed_first(make_job: MakeJob) -> None:
-    job = make_job(2)
-    job.start_all("--launcher", "torchrun", job.script(ALL_REDUCE), "raise", "1", python=WITH_TORCH)
-    codes = job.wait()
-    failure = job.result["failure"]
-    assert (failure["node_rank"], failure["rank"]) == (1, 1)
-    assert (failure["exit_code"], failure["signal"]) in [(1, None), ABORTS_AT_EXIT]
-    assert codes == [failure["exit_code"]] * 2
-    assert any("the root cause" in line for line in failure["last_lines"]), job.result
-    assert "the root cause (" in failure["message"]
-
-
 # -- killed agents and forkservers -----------------------------------------------------------------
-
-
-def test_killed_agent_of_node_1_is_reported_as_lost_node(make_job: MakeJob) -> None:
-    job = make_job(2)
-    job.start_all("--nproc-per-node", "2", job.script(SLEEPER))
-    job.wait_for("up0", "up1", "up2", "up3")
-    job.agents[1].kill()
-    wait_for_no_processes(10)
-    assert job.wait() == [1, -9]
-    failure = job.result["failure"]
-    assert job.result["state"] == "FAILED"
-    assert (failure["rank"], failure["node_rank"], failure["host"]) == (None, 1, HOST)
-    assert f"pid {job.agents[1].pid}" in failure["message"]
-    assert "lost" in failure["message"]
-    assert job.node_end(1)["state"] == "LOST"
-    assert str(job.agents[1].pid) in job.node_end(1)["reason"]
 
 
 def test_killed_coordinator_leaves_no_result_and_both_nodes_lost(make_job: MakeJob) -> None:
@@ -513,31 +439,6 @@ def test_killed_coordinator_leaves_no_result_and_both_nodes_lost(make_job: MakeJ
     assert [job.node_end(node)["state"] for node in (0, 1)] == ["LOST", "LOST"]
     assert "lost the coordinator" in job.node_end(1)["reason"]
     assert "LOST" in job.stderr(job.agents[1])
-
-
-@pytest.mark.parametrize("delay", [0.1, 0.5])
-def test_agent_killed_during_imports_of_forkserver_leaves_no_process(
-    make_job: MakeJob, delay: float
-) -> None:
-    job = make_job()
-    job.start(0, job.script(SLEEPER), python=WITH_TORCH)
-    time.sleep(delay)
-    job.agents[0].kill()
-    wait_for_no_processes(10)
-    assert job.wait() == [-signal.SIGKILL]
-
-
-def test_killed_torch_store_fails_node(make_job: MakeJob) -> None:
-    job = make_job()
-    job.start(0, "--start", "exec", job.script(SLEEPER), python=WITH_TORCH)
-    job.wait_for("up0")
-    workers = job.workers_of(job.agents[0])
-    store = next(pid for pid in workers if "clusterjob.node" in command_line(pid))
-    os.kill(store, signal.SIGKILL)
-    assert job.wait() == [1]
-    assert (job.result["failure"]["rank"], job.result["failure"]["node_rank"]) == (None, 0)
-    assert "store" in job.result["failure"]["message"]
-    assert "SIGKILL" in job.result["failure"]["message"]
 
 
 # -- processes that workers leave behind -----------------------------------------------------------
@@ -577,19 +478,23 @@ def test_daemonized_grandchildren_end_with_killed_agent_or_forkserver(
         )
     )
     job.wait_for("daemon0", "daemon1")
-    if victim == "forkserver":
-        os.kill(job.forkserver_of(job.agents[1]), signal.SIGKILL)
-    else:
-        for agent in job.agents[: 1 + (victim == "both agents")]:
-            agent.kill()
+    agent = job.agents[1].pid
+    victims = {
+        "agent": [agent],
+        "both agents": [agent, job.agents[0].pid],
+        "forkserver": [job.forkserver_of(job.agents[1])],
+    }
+    for pid in victims[victim]:
+        os.kill(pid, signal.SIGKILL)
     wait_for_no_processes(10)
     assert 0 not in job.wait()
-    if victim == "forkserver":
-        failure = job.result["failure"]
-        assert (failure["rank"], failure["node_rank"]) == (None, 1)
-        assert "SIGKILL" in failure["message"]
-    else:
+    if victim != "forkserver":
         assert job.node_end(1)["state"] == "LOST"
+        assert str(agent) in job.node_end(1)["reason"]
+    if victim != "both agents":
+        failure = job.result["failure"]
+        assert (failure["rank"], failure["node_rank"], failure["host"]) == (None, 1, HOST)
+        assert {"agent": f"pid {agent}", "forkserver": "SIGKILL"}[victim] in failure["message"]
 
 
 @pytest.mark.parametrize("end", ["failure", "kill"])
@@ -676,39 +581,35 @@ def test_coordinator_takes_next_port_when_port_is_in_use(make_job: MakeJob) -> N
         assert job.wait() == [0, 0]
 
 
-def test_configured_port_in_use_is_reported_without_traceback(make_job: MakeJob) -> None:
-    job = make_job()
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        port = taken.getsockname()[1]
-        job.start(0, job.script("print('ran')"), env={"CLUSTERJOB_MASTER_PORT": str(port)})
-        assert job.wait() == [1]
-    assert str(port) in job.result["reason"]
-    assert "in use" in job.result["reason"]
-    assert "Traceback" not in job.stderr(job.agents[0])
-
-
 @pytest.mark.parametrize(
-    ("variables", "named"),
+    ("variables", "words", "named"),
     [
-        ({"CLUSTERJOB_ATTEMPT": "second"}, "CLUSTERJOB_ATTEMPT"),
-        ({"CLUSTERJOB_TOKEN": "", "CLUSTERJOB_TOKEN_FILE": "/nowhere/token"}, "/nowhere/token"),
+        ({"CLUSTERJOB_ATTEMPT": "second"}, ["SCRIPT"], "CLUSTERJOB_ATTEMPT"),
+        (
+            {"CLUSTERJOB_TOKEN": "", "CLUSTERJOB_TOKEN_FILE": "/nowhere/token"},
+            ["SCRIPT"],
+            "/nowhere/token",
+        ),
+        ({"CLUSTERJOB_JOB_DIR": "SCRIPT/job"}, ["SCRIPT"], "clusterjob: the job directory "),
+        ({}, ["--start", "fork", "--", "true"], "--start fork is impossible"),
+        (
+            {},
+            ["--", sys.executable, "-m", "clusterjob.node", "SCRIPT"],
+            "already one process of a job",
+        ),
     ],
 )
-def test_wrong_variable_is_reported_without_traceback(
-    make_job: MakeJob, variables: dict[str, str], named: str
+def test_impossible_start_is_reported_without_traceback(
+    make_job: MakeJob, variables: dict[str, str], words: list[str], named: str
 ) -> None:
     job = make_job()
-    job.start(0, job.script("print('ran')"), env=variables)
+    script = job.script("print('ran')")
+    env = {name: value.replace("SCRIPT", script) for name, value in variables.items()}
+    job.start(0, *(word.replace("SCRIPT", script) for word in words), env=env)
     assert job.wait()[0] in (1, 2)
-    assert named in job.stderr(job.agents[0])
-    assert "Traceback" not in job.stderr(job.agents[0])
-
-
-def test_launch_inside_worker_is_refused(make_job: MakeJob) -> None:
-    job = make_job()
-    job.start(0, "--", sys.executable, "-m", "clusterjob.node", job.script("print('ran')"))
-    assert job.wait() == [2]
-    assert "already one process of a job" in "".join(job.result["failure"]["last_lines"])
+    told = job.stderr(job.agents[0])
+    assert named in told
+    assert "Traceback" not in told
 
 
 # -- restarts --------------------------------------------------------------------------------------
@@ -888,20 +789,21 @@ def test_sigterm_after_another_node_has_ended_keeps_the_verdict(make_job: MakeJo
     assert (job.result["state"], job.result["failure"]["message"]) == ("FAILED", "ValueError: boom")
 
 
-def test_signal_during_start_leaves_no_process(make_job: MakeJob) -> None:
-    for step in range(0, 8, 2):
+@pytest.mark.parametrize(
+    ("number", "delays"),
+    [(signal.SIGTERM, (0.03, 0.17, 0.31, 0.45)), (signal.SIGKILL, (0.5, 0.1))],
+)
+def test_signal_during_start_leaves_no_process(
+    make_job: MakeJob, number: signal.Signals, delays: tuple[float, ...]
+) -> None:
+    for index, delay in enumerate(delays):
         job = make_job()
-        job.start(
-            0,
-            "--nproc-per-node",
-            "2",
-            job.script(SLEEPER),
-            python=WITH_TORCH if step % 4 else (sys.executable, "-S"),
-        )
-        time.sleep(0.03 + 0.07 * step)
-        job.agents[0].terminate()
-        # Before the agent installs its handler, the signal kills it.
-        assert job.wait()[0] in (143, -signal.SIGTERM)
+        python = WITH_TORCH if index % 2 else (sys.executable, "-S")
+        job.start(0, "--nproc-per-node", "2", job.script(SLEEPER), python=python)
+        time.sleep(delay)
+        job.agents[0].send_signal(number)
+        # Before the agent installs its handler, SIGTERM kills it.
+        assert job.wait()[0] in (143, -number)
         wait_for_no_processes(10)
 
 
@@ -968,7 +870,7 @@ def test_closed_lifeline_of_detached_job_does_not_cancel(make_job: MakeJob) -> N
     job.wait_for("up")
     (job.dir / "detached").touch()
     agent.stdin.close()
-    time.sleep(1)
+    time.sleep(0.5)
     assert agent.poll() is None
     job.path("go").touch()
     assert job.wait() == [0]
@@ -1041,13 +943,6 @@ def test_command_has_same_signal_dispositions_as_in_shell(make_job: MakeJob) -> 
     assert job.log(0, "rank0.err") == ""
 
 
-def test_start_fork_with_command_is_refused(make_job: MakeJob) -> None:
-    job = make_job()
-    job.start(0, "--start", "fork", "--", "true")
-    assert job.wait() == [1]
-    assert "--start fork is impossible" in job.result["reason"]
-
-
 # -- output and disk -------------------------------------------------------------------------------
 
 
@@ -1065,35 +960,3 @@ def test_job_continues_after_reader_of_output_closes_pipe(make_job: MakeJob) -> 
     job.start(1, "--max-restarts", "1", script)
     assert job.wait() == [0, 0]
     assert (job.result["state"], job.result["restarts"]) == ("SUCCEEDED", 1)
-
-
-def test_paused_reader_of_output_does_not_expire_lease(make_job: MakeJob) -> None:
-    """With ``clusterjob run ... | less`` the pipe fills, and the job continues."""
-    job = make_job(2)
-    script = job.script("""
-        import os, pathlib, time
-        for _ in range(4000):
-            print("x" * 99)
-        pathlib.Path(f"up{os.environ['RANK']}").touch()
-        while not os.path.exists("go"):
-            time.sleep(0.01)
-    """)
-    job.start(0, *QUICK_LEASE, script, stdout=subprocess.PIPE)
-    job.start(1, *QUICK_LEASE, script)
-    job.wait_for("up0", "up1")
-    time.sleep(3)
-    job.path("go").touch()
-    output = job.agents[0].stdout.read()
-    assert job.wait() == [0, 0]
-    assert output.count(b"x" * 99) == 4000
-
-
-def test_job_directory_that_cannot_be_created_is_reported(make_job: MakeJob) -> None:
-    job = make_job()
-    job.path("file").touch()
-    job.start(
-        0, job.script("print('ran')"), env={"CLUSTERJOB_JOB_DIR": str(job.path("file") / "job")}
-    )
-    assert job.wait() == [1]
-    assert job.stderr(job.agents[0]).startswith("clusterjob: the job directory ")
-    assert "Traceback" not in job.stderr(job.agents[0])

@@ -80,12 +80,12 @@ def test_stacks_and_flight_recorder_are_saved_at_the_time_limit(make_job: MakeJo
             dump.write("all_reduce")
         time.sleep(1000)
     """)
-    flags = ("--nproc-per-node", "2", "--time-limit", "5")
+    flags = ("--nproc-per-node", "2", "--time-limit", "3")
     job.start_all(*flags, script, python=(sys.executable,))
     assert job.wait() == [124]
     data = saved(job)
     assert ranks(data) == [0, 1]
-    assert data["why"] == "the time limit of 5 s was reached"
+    assert data["why"] == "the time limit of 3 s was reached"
     names = [f"logs/node0/flight_recorder.rank{rank}" for rank in (0, 1)]
     assert sorted(data["flight_recorder"]) == names
     assert [(job.dir / name).read_text() for name in names] == ["all_reduce"] * 2

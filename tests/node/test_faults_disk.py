@@ -22,13 +22,11 @@ import pytest
 from procs import TEST_TIMEOUT, Job, kill_all, own_processes, wait_for_no_processes, wait_until
 
 import clusterjob
-from clusterjob.core import job_settings, jobs, polling
-from clusterjob.core.records import Handle, Record, Records
+from clusterjob.core import job_settings, jobs
 from clusterjob.errors import RecordError
 from clusterjob.node.logs import ends
 from clusterjob.node.logs.events import read_job_events
 from clusterjob.node.program import Program
-from clusterjob.node.system import files
 from clusterjob.node.verdict import Failure, JobState, Verdict
 
 PAGE = 4096  # bytes; a tmpfs counts in pages
@@ -416,42 +414,6 @@ def test_large_verdict_fits_into_reserved_space(mount: Mount) -> None:
 
 
 # -- atomic files ----------------------------------------------------------------------------------
-
-
-def test_old_file_stays_when_new_content_does_not_fit(mount: Mount) -> None:
-    disk = mount("size=64k")
-    path = disk / "file.json"
-    files.write_json(path, {"old": True})
-    fill(disk, 0)
-    with pytest.raises(OSError, match="No space left"):
-        files.write_json(path, {"new": "x" * PAGE})
-    assert files.read_json(path) == {"old": True}
-    assert files_in(disk) == ["file.json", "filler"]
-
-
-def test_status_is_shown_when_end_of_job_cannot_be_recorded(mount: Mount, work: Path) -> None:
-    home = Path(os.environ["CLUSTERJOB_HOME"])
-    disk = mount("size=64k", home / "records")
-    job_dir = work / "job"
-    job_dir.mkdir()
-    handle = Handle(
-        "local", "x-222222", data={"agents": [], "boot_id": "b", "host": os.uname().nodename}
-    )
-    record = Record(
-        "x-222222",
-        "x",
-        cluster="local",
-        backend="local",
-        job_dir=job_dir,
-        nodes=1,
-        submitted_at="2026-01-01T00:00:00.000Z",
-        spec={},
-        handle=handle,
-    )
-    Records().save(record)
-    fill(disk, 0)
-    assert polling.status(record).state is JobState.LOST
-    assert Records().find(record.job_id).end is None
 
 
 @pytest.mark.parametrize(

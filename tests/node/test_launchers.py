@@ -12,7 +12,6 @@ from typing import Any
 
 import pytest
 from launching import environment, free_port, rank_reports, run, script
-from namespaces import machines, skip_reason
 
 TRAIN = """
     import json
@@ -40,16 +39,6 @@ def require_program(program: str) -> str:
     if shutil.which(program) is None:
         pytest.skip(f"{program} is not installed: run `make packages`")
     return program
-
-
-def is_open_mpi() -> bool:
-    """Return whether mpirun is that of Open MPI; on Debian, administrators choose it."""
-    return (
-        "Open"
-        in subprocess.run(
-            ["mpirun", "--version"], capture_output=True, text=True, check=False
-        ).stdout
-    )
 
 
 def check_ranks(directory: Path, world: int, source: str) -> list[dict[str, Any]]:
@@ -175,76 +164,6 @@ def test_bootstrap_under_accelerate_launch_trains_all_ranks(tmp_path: Path) -> N
     ran = run([sys.executable, *argv], tmp_path, {"HF_HOME": str(tmp_path)})
     assert ran.code == 0, ran.err
     check_ranks(tmp_path, 2, "torchrun")
-
-
-@pytest.mark.slow
-@pytest.mark.mpi
-def test_bootstrap_under_accelerate_launch_with_mpirun_trains_all_ranks(tmp_path: Path) -> None:
-    pytest.importorskip("accelerate")
-    require_program("mpirun")
-    if not is_open_mpi():
-        pytest.skip("mpirun is not that of Open MPI here")
-    (tmp_path / "hosts").write_text("localhost slots=2\n")
-    options = [
-        "--cpu",
-        "--mpirun_hostfile",
-        "hosts",
-        "--num_processes",
-        "2",
-        "--num_machines",
-        "1",
-        "--mixed_precision",
-        "no",
-    ]
-    argv = [
-        "-m",
-        "accelerate.commands.launch",
-        *options,
-        "--dynamo_backend",
-        "no",
-        "--main_process_port",
-        str(free_port()),
-    ]
-    ran = run(
-        [sys.executable, *argv, script(tmp_path, TRAIN)],
-        tmp_path,
-        ROOT_MPI | {"HF_HOME": str(tmp_path)},
-    )
-    assert ran.code == 0, ran.err
-    check_ranks(tmp_path, 2, "openmpi")
-
-
-TORCHRUNX = """
-    import runpy
-    import torchrunx
-
-    def train():
-        runpy.run_path({path!r}, run_name="__main__")
-
-    if __name__ == "__main__":
-        torchrunx.Launcher(hostnames=["localhost"], workers_per_host=2, backend=None).run(train)
-"""
-
-
-@pytest.mark.slow
-def test_bootstrap_under_torchrunx_trains_all_ranks(tmp_path: Path) -> None:
-    """torchrunx releases its port before its workers bind it.
-
-    The test runs in a network namespace of its own, so that no other process takes the port.
-    """
-    pytest.importorskip("torchrunx")
-    if skip_reason():
-        pytest.skip(skip_reason())
-    path = script(tmp_path, TRAIN)
-    with machines(1) as [machine]:
-        ran = run(
-            machine.command(
-                sys.executable, script(tmp_path, TORCHRUNX.format(path=str(path)), "start.py")
-            ),
-            tmp_path,
-        )
-    assert ran.code == 0, ran.err
-    check_ranks(tmp_path, 2, "env")
 
 
 def test_cores_are_divided_among_processes_of_node(tmp_path: Path) -> None:

@@ -93,7 +93,7 @@ with open({str(file)!r}, "wb") as stream:
     workers = Measured(lambda: {burner: 0, holder: 1, writer: 2})
     workers.sample()
     before, begin, size = cpu_of(burner), time.monotonic(), file.stat().st_size
-    time.sleep(2.0)
+    time.sleep(1.0)
     found = workers.sample()
     seconds = time.monotonic() - begin
     assert found[0].cpu == pytest.approx(100 * (cpu_of(burner) - before) / seconds, abs=10)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import signal
 import time
 from collections.abc import Callable, Iterator
@@ -65,21 +64,6 @@ def test_job_notifies_of_start_restart_and_end_in_order(make_job: MakeJob, hook:
     assert end[0].startswith(f"train ({job.id}) on lab: SUCCEEDED, after ")
     assert {lines[-1] for lines in (start, restart, end)} == {f"clusterjob logs {job.id}"}
     assert [message["type"] for message in hook.received] == ["info", "failure", "success"]
-
-
-def test_killed_agent_of_node_0_that_starts_again_notifies_of_a_restart(
-    make_job: MakeJob, hook: Hook
-) -> None:
-    job = make_job(1)
-    options = ("--max-restarts", "1", "--start", "exec")
-    env = settings(hook.url, on="start end failure requeue")
-    job.start_all(*options, job.script(WAITS), env=env | {"CLUSTERJOB_ATTEMPT": "1"})
-    assert sent(hook, 2) == ["QUEUED AGAIN, attempt 1 starts", "RUNNING"]
-    os.kill(job.agent_of(0), signal.SIGKILL)
-    assert sent(hook, 3)[2] == "RESTARTING, restart 1 of 1"
-    job.path("go").touch()
-    assert job.wait() == [0]
-    assert hook.states[3:] == ["SUCCEEDED"]
 
 
 @pytest.mark.parametrize("returns", [False, True])

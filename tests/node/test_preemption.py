@@ -28,8 +28,7 @@ from procs import (
     wait_until,
 )
 
-from clusterjob.node.logs import ends, failure_texts
-from clusterjob.node.verdict import FailureKind
+from clusterjob.node.logs import ends
 from clusterjob.node.workers.forkserver import WarningPipe
 
 MakeJob = Callable[..., Job]
@@ -405,22 +404,24 @@ def test_worker_without_agent_reads_warning_file_of_its_attempt(tmp_path: Path) 
     assert result_of(process) == (75, "first\nsecond\n")
 
 
-@pytest.mark.parametrize(("number", "variable"), [(signal.SIGUSR1, ""), (signal.SIGTERM, "none")])
-def test_worker_without_agent_takes_signal_as_warning(
-    tmp_path: Path, number: int, variable: str
+SAVED = (75, "first\nsecond\n")
+
+
+@pytest.mark.parametrize(
+    ("number", "variable", "expected"),
+    [
+        (signal.SIGUSR1, "", SAVED),
+        (signal.SIGTERM, "none", SAVED),
+        *((signal.SIGTERM, pipe, (-signal.SIGTERM, "")) for pipe in ("", "0:1", "999999:1")),
+    ],
+)
+def test_signal_warns_worker_without_agent_unless_its_warning_pipe_is_invalid(
+    tmp_path: Path, number: int, variable: str, expected: tuple[int, str]
 ) -> None:
     process = run_alone(tmp_path, USES_CALLBACKS, {"CLUSTERJOB_WARNING_FD": variable})
     wait_until((tmp_path / "up0").exists, TEST_TIMEOUT)
     process.send_signal(number)
-    assert result_of(process) == (75, "first\nsecond\n")
-
-
-@pytest.mark.parametrize("variable", ["", "0:1", "999999:1"])
-def test_sigterm_ends_worker_without_valid_warning_pipe(tmp_path: Path, variable: str) -> None:
-    process = run_alone(tmp_path, USES_CALLBACKS, {"CLUSTERJOB_WARNING_FD": variable})
-    wait_until((tmp_path / "up0").exists, TEST_TIMEOUT)
-    process.terminate()
-    assert result_of(process) == (-signal.SIGTERM, "")
+    assert result_of(process) == expected
 
 
 def test_sigterm_ends_worker_of_cancelled_job(tmp_path: Path) -> None:
@@ -543,33 +544,6 @@ def test_process_outside_job_is_never_preempted(tmp_path: Path) -> None:
         print(ctx.preempted, ctx.attempt)
     """
     assert result_of(run_alone(tmp_path, text, {})) == (0, "False 0\n")
-
-
-@pytest.mark.parametrize(
-    ("message", "signal_name", "expected"),
-    [
-        ("killed by SIGTERM", "SIGTERM", True),
-        ("RuntimeError: DataLoader worker (pid 7) is killed by signal: Terminated. ", None, True),
-        ("RuntimeError: DataLoader worker (pid(s) 7, 8) exited unexpectedly", None, True),
-        (
-            (
-                "torch.distributed.elastic.multiprocessing.api.SignalException: "
-                "Process 7 got signal: 15"
-            ),
-            None,
-            True,
-        ),
-        ("ValueError: boom", None, False),
-        ("killed by SIGKILL", "SIGKILL", False),
-    ],
-)
-def test_failure_kind_is_terminated_only_for_end_by_sigterm(
-    message: str, signal_name: str | None, expected: bool
-) -> None:
-    kind = failure_texts.kind_of_end(
-        FailureKind.CODE, failure_texts.meanings([message]), signal_name, raised=True
-    )
-    assert (kind is FailureKind.TERMINATED) is expected
 
 
 # -- real training ---------------------------------------------------------------------------------

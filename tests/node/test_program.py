@@ -67,22 +67,20 @@ def as_python(
 # -- Program ---------------------------------------------------------------------------------------
 
 
-def test_script_module_and_command_give_their_argv() -> None:
-    assert Program("script", "a b.py", args=("-x",)).argv("/py") == ["/py", "a b.py", "-x"]
-    assert Program("module", "pkg.mod", args=("-x",)).argv("/py") == ["/py", "-m", "pkg.mod", "-x"]
-    assert Program("command", "ls", args=("-x",)).argv("/py") == ["ls", "-x"]
-    assert [Program(kind, "x").is_python for kind in ("script", "module", "command")] == [
-        True,
-        True,
-        False,
-    ]
-
-
-def test_script_module_and_command_give_their_launch_arguments() -> None:
-    assert Program("script", "a.py", args=("--", "-m")).launch_arguments() == ["a.py", "--", "-m"]
-    assert Program("script", "-a.py").launch_arguments() == ["./-a.py"]
-    assert Program("module", "a", args=("-x",)).launch_arguments() == ["-m", "a", "-x"]
-    assert Program("command", "-a", args=("--",)).launch_arguments() == ["--", "-a", "--"]
+@pytest.mark.parametrize(
+    ("program", "argv", "launch_arguments"),
+    [
+        (Program("script", "a b.py", ("-x",)), ["/py", "a b.py", "-x"], ["a b.py", "-x"]),
+        (Program("script", "-a.py"), ["/py", "-a.py"], ["./-a.py"]),
+        (Program("module", "a.b", ("-x",)), ["/py", "-m", "a.b", "-x"], ["-m", "a.b", "-x"]),
+        (Program("command", "-a", ("--",)), ["-a", "--"], ["--", "-a", "--"]),
+    ],
+)
+def test_program_gives_its_argv_and_launch_arguments(
+    program: Program, argv: list[str], launch_arguments: list[str]
+) -> None:
+    assert (program.argv("/py"), program.launch_arguments()) == (argv, launch_arguments)
+    assert program.is_python == (argv[0] == "/py")
 
 
 @given(st.sampled_from(["script", "module", "command"]), st.text(min_size=1), st.lists(st.text()))
@@ -710,18 +708,6 @@ def test_torch_computes_in_forked_worker(make_job: MakeJob) -> None:
         2,
     )
     assert actual == [[600.0, 50.0, 2]] * 2
-
-
-def test_torch_uses_share_of_cores_per_worker(make_job: MakeJob) -> None:
-    job = make_job()
-    actual = each_rank(
-        job,
-        "import json, os, torch; "
-        "print(json.dumps([os.environ['OMP_NUM_THREADS'], torch.get_num_threads()]))",
-        2,
-    )
-    share = max(1, len(os.sched_getaffinity(0)) // 2)
-    assert actual == [[str(share), share]] * 2
 
 
 def test_relative_script_path_is_resolved_in_working_directory(

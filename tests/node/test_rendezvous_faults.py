@@ -17,7 +17,6 @@ import pytest
 from namespaces import Machine, machines, skip_reason
 from procs import TEST_TIMEOUT, WITH_TORCH, Job, below, wait_until
 
-from clusterjob.node.rendezvous import protocol
 from clusterjob.node.rendezvous.membership import Stalls
 
 MakeJob = Callable[..., Job]
@@ -104,19 +103,6 @@ def test_job_continues_after_all_its_processes_were_frozen(make_job: MakeJob) ->
     assert job.result["state"] == "CANCELLED"
 
 
-@pytest.mark.slow
-def test_node_joins_coordinator_that_was_frozen_longer_than_handshake(make_job: MakeJob) -> None:
-    job = make_job(2)
-    script = job.script("print('ran')")
-    job.start(0, script)
-    wait_until(lambda: job.events("listening"), TEST_TIMEOUT)
-    os.kill(job.agents[0].pid, signal.SIGSTOP)
-    job.start(1, script)
-    time.sleep(protocol.HANDSHAKE_SECONDS + 3.0)
-    os.kill(job.agents[0].pid, signal.SIGCONT)
-    assert job.wait() == [0, 0], job.stderr(job.agents[0])
-
-
 def test_stall_includes_time_while_machine_was_suspended() -> None:
     """The test provides the clock, because it cannot suspend the machine."""
     moment = 100.0
@@ -137,24 +123,6 @@ def test_stall_includes_time_while_machine_was_suspended() -> None:
 
 def kill_worker(job: Job, rank: int) -> None:
     os.kill(int(job.path(f"pid{rank}").read_text()), signal.SIGKILL)
-
-
-def test_lost_peer_is_not_root_cause_while_agent_of_node_is_silent(make_job: MakeJob) -> None:
-    """Node 1's agent is frozen while its worker is killed.
-
-    Rank 0 fails long before the agent can report the cause.
-    """
-    job = make_job(2)
-    job.start_all("--lease", "4", talk_script(job))
-    job.wait_for("up0", "up1")
-    os.kill(job.agents[1].pid, signal.SIGSTOP)
-    kill_worker(job, 1)
-    wait_until(lambda: "by peer" in job.log(0, "rank0.err"), TEST_TIMEOUT)
-    time.sleep(1.0)  # three times the wait for a root cause when all nodes answer
-    os.kill(job.agents[1].pid, signal.SIGCONT)
-    assert job.wait() == [137, 137]
-    assert (job.result["failure"]["rank"], job.result["failure"]["signal"]) == (1, "SIGKILL")
-    assert [item["rank"] for item in job.result["consequences"]] == [0]
 
 
 def test_verdict_waits_for_frozen_forkserver(make_job: MakeJob) -> None:
@@ -262,7 +230,7 @@ def test_time_limit_excludes_import_of_torch(make_job: MakeJob) -> None:
     job = make_job(2)
     slow = job.directory / "slow" / "torch"
     slow.mkdir(parents=True)
-    (slow / "__init__.py").write_text("import time\ntime.sleep(6)\nraise ImportError('no torch')\n")
+    (slow / "__init__.py").write_text("import time\ntime.sleep(4)\nraise ImportError('no torch')\n")
     script = job.script("import time; time.sleep(0.2)")
     for node_rank in (0, 1):
         path = (
@@ -270,14 +238,14 @@ def test_time_limit_excludes_import_of_torch(make_job: MakeJob) -> None:
             if node_rank
             else os.environ["PYTHONPATH"]
         )
-        job.start(node_rank, "--time-limit", "5", script, env={"PYTHONPATH": path})
+        job.start(node_rank, "--time-limit", "3", script, env={"PYTHONPATH": path})
     assert job.wait() == [0, 0], job.stderr(job.agents[0])
 
 
 # -- agents with internal errors -------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("files", [9, 10, 11, 12, 16])
+@pytest.mark.parametrize("files", [9, 10, 12, 16])
 def test_agent_with_low_open_file_limit_ends_within_timeout(make_job: MakeJob, files: int) -> None:
     """Without one of its tasks, an agent would run beyond its join timeout."""
     job = make_job(2)

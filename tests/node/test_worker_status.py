@@ -16,7 +16,6 @@ from procs import TEST_TIMEOUT, WITH_TORCH, Job, wait_until
 
 from clusterjob.node.contract import World
 from clusterjob.node.stacks.grouping import Frame, RankStack, ThreadStack
-from clusterjob.node.stacks.offer import SIGNAL
 from clusterjob.node.states import Probe
 from clusterjob.node.system.codec import MalformedMessageError
 from clusterjob.node.workers import forkserver_messages
@@ -93,20 +92,6 @@ def test_stuck_forked_worker_is_reported_with_stack_as_root_cause(make_job: Make
     assert not any("met" in job.log(rank // 2, f"rank{rank}.out") for rank in range(4))
 
 
-@pytest.mark.slow
-def test_stack_of_stuck_worker_started_by_exec_is_reported(make_job: MakeJob) -> None:
-    job = make_job(2)
-    job.start_all("--start", "exec", late(job, 1, "time.sleep(1000)"), python=WITH_TORCH)
-    assert job.wait() == [1, 1]
-    pid = job.path("pid1").read_text()
-    output = job.log(0, "rank0.err")
-    assert f"rank 1 (node 1, local rank 0, host {HOST}, pid {pid}): has run for " in output
-    assert "s and has not reached bootstrap.init(); it is in load_data (script.py:" in output
-    failure = job.result["failure"]
-    assert (failure["rank"], failure["signal"]) == (1, None)
-    assert "it has run for" in failure["message"]
-
-
 def test_missing_rank_0_is_reported_by_other_ranks(make_job: MakeJob) -> None:
     job = make_job(2)
     job.start_all(late(job, 0, "time.sleep(1000)"), python=WITH_TORCH)
@@ -121,29 +106,6 @@ def test_missing_rank_0_is_reported_by_other_ranks(make_job: MakeJob) -> None:
     )
     assert job.result["failure"]["rank"] == 0
     assert any("load_data (" in line for line in job.result["failure"]["last_lines"])
-
-
-@pytest.mark.slow
-def test_rank_that_exits_without_joining_is_root_cause(make_job: MakeJob) -> None:
-    job = make_job(1)
-    job.start_all("--nproc-per-node", "2", late(job, 1, "sys.exit(0)"), python=WITH_TORCH)
-    assert job.wait() == [1]
-    assert "): exited with code 0 and never joined the rendezvous" in job.log(0, "rank0.err")
-    assert job.result["failure"]["rank"] == 1
-    assert "it exited with code 0 and never joined the rendezvous" in job.result["reason"]
-
-
-@pytest.mark.slow
-def test_signal_handler_of_script_is_not_called(make_job: MakeJob) -> None:
-    job = make_job(1)
-    own = f"signal.signal({SIGNAL}, lambda *_: pathlib.Path('hit').touch()); time.sleep(1000)"
-    job.start_all("--start", "fork", "--nproc-per-node", "2", late(job, 1, own), python=WITH_TORCH)
-    assert job.wait() == [1]
-    assert not job.path("hit").exists()
-    assert "has not joined the rendezvous; it does not answer: the process sleeps" in job.log(
-        0, "rank0.err"
-    )
-    assert job.result["failure"]["rank"] == 1
 
 
 WORLD = World(

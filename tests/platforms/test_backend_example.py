@@ -6,25 +6,23 @@ import json
 import os
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from launching import ROOT, Run, run
-from procs import TEST_TIMEOUT
+from procs import TEST_TIMEOUT, wait_until
 
 EXAMPLE = ROOT / "examples" / "backend"
 TRAIN = """
-import sys, time, torch, torch.distributed as dist
+import sys, torch, torch.distributed as dist
 from clusterjob import bootstrap
 with bootstrap.init(timeout=90) as ctx:
     value = torch.ones(1)
     dist.all_reduce(value)
     print(f"rank {ctx.rank} of {value.item():.0f} on node {ctx.node_rank}", *sys.argv[1:])
-    if "wait" in sys.argv:
-        time.sleep(600)
 """
+WAIT = "import time; print('up', flush=True); time.sleep(600)"
 
 
 @pytest.fixture(scope="module")
@@ -86,14 +84,7 @@ def user(_installed: Path, tmp_path: Path) -> Iterator[User]:
     yield user_of_queue
     for task in user_of_queue.tasks():
         user_of_queue.queue("cancel", str(task["id"]))
-    _wait_for(lambda: all(task["ended"] for task in user_of_queue.tasks()))
-
-
-def _wait_for(condition) -> None:  # type: ignore[no-untyped-def]
-    end = time.monotonic() + TEST_TIMEOUT
-    while not condition():
-        assert time.monotonic() < end
-        time.sleep(0.1)
+    wait_until(lambda: all(task["ended"] for task in user_of_queue.tasks()), TEST_TIMEOUT)
 
 
 FLAGS = (
@@ -136,11 +127,12 @@ def test_secret_reaches_workers_and_no_file_of_job(user: User, tmp_path: Path) -
     assert [path for path in files if b"5ecret" in path.read_bytes()] == []
 
 
-def test_job_on_queue_can_be_cancelled(user: User) -> None:
-    ran = user.clusterjob("submit", *FLAGS, "train.py", "wait")
+def test_job_on_queue_can_be_cancelled(user: User, tmp_path: Path) -> None:
+    (tmp_path / "work" / "wait.py").write_text(WAIT)
+    ran = user.clusterjob("submit", *FLAGS, "wait.py")
     assert ran.code == 0, ran.err
     job = ran.out.split()[-1]
-    _wait_for(lambda: "rank 0 of 4" in user.clusterjob("logs", job).out)
+    wait_until(lambda: "[0] up" in user.clusterjob("logs", job).out, TEST_TIMEOUT)
     assert user.clusterjob("cancel", job).code == 0
     assert user.clusterjob("wait", job).code == 143
     assert "CANCELLED" in user.clusterjob("status", job).out

@@ -5,13 +5,12 @@ Submission is tested in test_mlp_cluster.py.
 
 from __future__ import annotations
 
-import json
 import os
 import sys
 from pathlib import Path
 
 import pytest
-from launching import finish, run, start
+from launching import run
 
 from clusterjob.backends.mlp import backend
 from clusterjob.core import capabilities
@@ -43,48 +42,6 @@ def test_entry_script_sets_nproc_per_node_only_if_user_does(
     spec = make_spec(tmp_path, nproc_is_default=is_default, nproc_per_node=nproc, require_gpus=True)
     last = entry(spec).splitlines()[-1]
     assert last == f'exec "$CLUSTERJOB_PYTHON" -m clusterjob launch {options}train.py --x'
-
-
-def test_rendered_script_keeps_requested_worker_count(tmp_path: Path) -> None:
-    (tmp_path / "train.py").write_text("")
-    texts = [
-        finish(
-            start(
-                [
-                    sys.executable,
-                    "-m",
-                    "clusterjob",
-                    "render",
-                    "--cluster",
-                    "mlp",
-                    *flags,
-                    "train.py",
-                ],
-                tmp_path,
-            )
-        ).out
-        for flags in ([], ["--nproc-per-node", "1"], ["--gpus-per-node", "8"])
-    ]
-    assert ["--nproc-per-node" in text for text in texts] == [False, True, True]
-
-
-def test_entry_script_runs_with_special_characters_in_paths_and_values(special_path: Path) -> None:
-    spec = make_spec(
-        special_path, env={"WORD": 'it\'s\n$HOME "x"'}, setup=("export LINE='a b'", "true")
-    )
-    (special_path / "train.py").write_text(
-        "import json, os, sys\n"
-        "print(json.dumps([os.environ['WORD'], os.environ['LINE'], os.getcwd(), sys.argv]))\n"
-    )
-    (special_path / "entry.sh").write_text(entry(spec))
-    ran = run(["bash", "./entry.sh"], special_path, {"MLP_WORKER_NUM": "1", "MLP_ROLE_INDEX": "0"})
-    assert ran.code == 0, ran.err
-    assert json.loads(ran.out[ran.out.index('["') :].splitlines()[0]) == [
-        'it\'s\n$HOME "x"',
-        "a b",
-        str(special_path),
-        ["train.py", "--x"],
-    ]
 
 
 def test_missing_interpreter_is_replaced_by_python3_of_image(tmp_path: Path) -> None:

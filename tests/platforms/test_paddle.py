@@ -244,31 +244,20 @@ def check_training(directory: Path, per_node: int) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("nodes", "nproc"), [(1, 2), (2, 1)])
-def test_paddle_script_trains_on_two_ranks(
-    tmp_path: Path, python: str, nodes: int, nproc: int
+@pytest.mark.parametrize(("nodes", "nproc", "restarts"), [(1, 2, 1), (2, 1, 0)])
+def test_paddle_script_trains_on_two_ranks_and_after_a_restart(
+    tmp_path: Path, python: str, nodes: int, nproc: int, restarts: int
 ) -> None:
-    script(tmp_path, TRAIN)
-    shape = ["--nodes", nodes, "--nproc-per-node", nproc, "--python", python]
-    ran = run([*LOCAL, *shape, "train.py"], tmp_path, {"CLUSTERJOB_HOME": str(tmp_path / "home")})
-    assert ran.code == 0, ran.out + ran.err
-    check_training(tmp_path, nproc)
-    assert all(rank["master"] != rank["endpoints_master"] for rank in rank_reports(tmp_path, 2))
-
-
-@pytest.mark.slow
-def test_paddle_script_succeeds_after_restart(tmp_path: Path, python: str) -> None:
-    again = (
-        TRAIN
-        + """
-    if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
+    again = f"""
+    if os.environ["TORCHELASTIC_RESTART_COUNT"] < "{restarts}":
         dist.barrier()
         raise SystemExit(3)
 """
-    )
-    script(tmp_path, again)
-    shape = ["--nproc-per-node", 2, "--max-restarts", 1, "--python", python]
-    ran = run([*LOCAL, *shape, "train.py"], tmp_path, {"CLUSTERJOB_HOME": str(tmp_path / "home")})
+    script(tmp_path, TRAIN + again)
+    shape = ["--nodes", nodes, "--nproc-per-node", nproc, "--max-restarts", restarts]
+    environ = {"CLUSTERJOB_HOME": str(tmp_path / "home")}
+    ran = run([*LOCAL, *shape, "--python", python, "train.py"], tmp_path, environ)
     assert ran.code == 0, ran.out + ran.err
-    assert "SUCCEEDED after 1 restart" in ran.out + ran.err
-    check_training(tmp_path, 2)
+    assert ("SUCCEEDED after 1 restart" in ran.out + ran.err) == bool(restarts)
+    check_training(tmp_path, nproc)
+    assert all(rank["master"] != rank["endpoints_master"] for rank in rank_reports(tmp_path, 2))

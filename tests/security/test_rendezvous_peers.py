@@ -17,10 +17,11 @@ from typing import Any
 import pytest
 from procs import TEST_TIMEOUT, Job, wait_until
 
+from clusterjob.node.environments.topology import Topology
 from clusterjob.node.logs.events import EventLog
 from clusterjob.node.options import parse
 from clusterjob.node.rendezvous import messages, protocol
-from clusterjob.node.rendezvous.identity import JobIdentity
+from clusterjob.node.rendezvous.identity import JobIdentity, NodeJob
 from clusterjob.node.rendezvous.membership import Membership
 from clusterjob.node.stacks.grouping import Frame, RankStack, ThreadStack
 from clusterjob.node.states import NodeState, Order, Request

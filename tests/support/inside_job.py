@@ -11,11 +11,22 @@ import subprocess
 import textwrap
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
+import pytest
 from commands import CLUSTERJOB, command
 from procs import TEST_TIMEOUT, command_line, own_processes, wait_until
 from terminals import Terminal
+
+from clusterjob.backends import base
+from clusterjob.backends.base import Status
+from clusterjob.core.records import Handle, Record, Records
+from clusterjob.core.resources import Resources
+from clusterjob.core.spec import JobSpec
+from clusterjob.errors import InsideError
+from clusterjob.node.logs.events import now
+from clusterjob.node.program import Program
+from clusterjob.node.verdict import JobState, Verdict
 
 # Each rank creates the file up<RANK> in its working directory, then waits for the file `leave`.
 GUEST = """
@@ -54,6 +65,59 @@ class Link:
     def close(self) -> None:
         for each in (self.reader, self._requests, self.writer):
             os.close(each)
+
+
+class ScriptedNodes:
+    """A backend whose jobs have one state, and whose nodes send what `answer` returns for them.
+
+    None is a node that cannot be reached.
+    """
+
+    capabilities: ClassVar[Sequence[Any]] = ()
+
+    def __init__(
+        self,
+        state: JobState,
+        answer: Callable[[int], bytes | None] = lambda _: None,
+        reason: str = "",
+    ) -> None:
+        self.state, self.answer, self.reason = state, answer, reason
+
+    def status(self, records: Sequence[Record]) -> dict[str, Status]:
+        verdict = Verdict(self.state, 1, reason="") if self.state.final else None
+        return {each.job_id: Status(self.state, self.reason, verdict) for each in records}
+
+    def collect(self, record: Record) -> None:
+        """Fetch nothing: the files are on this machine."""
+
+    def enter(self, record: Record, node: int) -> Link:
+        sent = self.answer(node)
+        if sent is None:
+            raise InsideError(f"gpu{node}: no route to host")
+        return Link(sent)
+
+
+def record_of(
+    directory: Path,
+    patch: pytest.MonkeyPatch,
+    backend: Any,
+    *,
+    nodes: int = 2,
+    nproc: int | None = 4,
+    **more: Any,
+) -> Record:
+    """Save the record of a job t-1 of a backend."""
+    patch.setitem(base._loaded, "fake", backend)
+    spec = JobSpec(
+        Program("command", "true"), resources=Resources(nodes=nodes), nproc_per_node=nproc or 1,
+        nproc_is_default=nproc is None, name="t", workdir=directory,
+    )  # fmt: skip
+    made = Record(
+        "t-1", "t", cluster="fake", backend="fake", job_dir=directory / "job", nodes=nodes,
+        submitted_at=now(), spec=spec.to_json(), handle=Handle("fake", "1", {}), **more,
+    )  # fmt: skip
+    Records().save(made)
+    return made
 
 
 class Inside:

@@ -299,15 +299,6 @@ class Job:
         (forkserver,) = children(agent.pid)
         return forkserver
 
-    def workers_of(self, agent: subprocess.Popen[bytes]) -> list[int]:
-        """Return the processes below an agent's forkserver but the first, which writes the output.
-
-        These are the workers, what they started, and node 0's store.
-        """
-        forkserver = self.forkserver_of(agent)
-        output = children(forkserver)[:1]
-        return [pid for pid in below(forkserver) if pid not in output]
-
     def agent_of(self, node_rank: int) -> int:
         """Return the pid of a node's agent in a job with restarts: the child of its parent."""
         (agent,) = children(self.agents[node_rank].pid)

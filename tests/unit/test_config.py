@@ -119,51 +119,6 @@ def test_empty_or_mergeable_environment_variables_are_ignored(
     assert settings(project, environ=environ).values == {}
 
 
-def test_every_scalar_setting_is_read_from_environment_variable(project: Path) -> None:
-    environ = {
-        "CLUSTERJOB_NODES": "2", "CLUSTERJOB_GPUS_PER_NODE": "4", "CLUSTERJOB_CPUS_PER_TASK": "3",
-        "CLUSTERJOB_TIME": "90s", "CLUSTERJOB_NAME": "n", "CLUSTERJOB_WORKDIR": "~/x",
-        "CLUSTERJOB_PYTHON": "py", "CLUSTERJOB_START": "exec", "CLUSTERJOB_LAUNCHER": "torchrun",
-        "CLUSTERJOB_REQUIRE_GPUS": "yes", "CLUSTERJOB_TEMPLATE": "t.j2",
-        "CLUSTERJOB_JOIN_TIMEOUT": "9", "CLUSTERJOB_LEASE": "5",
-        "CLUSTERJOB_GRACE": "1.5",
-    }  # fmt: skip
-    assert settings(project, environ=environ).values == {
-        "nodes": 2,
-        "gpus_per_node": 4,
-        "cpus_per_task": 3,
-        "time": 90,
-        "name": "n",
-        "workdir": Path.home() / "x",
-        "python": "py",
-        "start": "exec",
-        "launcher": "torchrun",
-        "require_gpus": True,
-        "template": project / "t.j2",
-        "join_timeout": 9.0,
-        "lease": 5.0,
-        "grace": 1.5,
-    }
-
-
-def test_file_accepts_native_toml_types(project: Path) -> None:
-    write(
-        project / "clusterjob.toml",
-        "[defaults]\nnodes = 2\nmem = 64\ntime = 01:30:00\nrequire_gpus = false\ngrace = 2\n"
-        "setup = []\nenv = {}\nworkdir = '~'\n",
-    )
-    assert settings(project).values == {
-        "nodes": 2,
-        "mem": 64 * 1024**2,
-        "time": 5400,
-        "require_gpus": False,
-        "grace": 2.0,
-        "setup": (),
-        "env": {},
-        "workdir": Path.home(),
-    }
-
-
 # -- selection of the cluster ----------------------------------------------------------------------
 
 
@@ -192,14 +147,6 @@ def test_profile_named_like_a_backend_may_omit_its_backend(
 ) -> None:
     write(project / "clusterjob.toml", f"[clusters.slurm]\n{profile}\n")
     assert settings(project, "slurm").backend == backend
-
-
-def test_profile_in_user_and_project_file_is_merged(project: Path) -> None:
-    """The user's file holds the backend; the project's file holds the number of nodes."""
-    user_file("[clusters.lab]\nbackend = 'ssh'\nnodes = 1\n")
-    write(project / "clusterjob.toml", "[clusters.lab]\nnodes = 2\n")
-    found = settings(project, "lab")
-    assert (found.backend, found.values) == ("ssh", {"nodes": 2})
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ from datetime import datetime, timedelta, timezone
 from pathlib import Path
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from clusterjob.node.logs.events import EventLog, now, read_events
@@ -45,6 +45,7 @@ def test_long_texts_in_events_are_truncated(tmp_path: Path) -> None:
     assert {len(text) for text in missing["workers"]} == {1000}
 
 
+@example("ended", {"reason": "one\u2028\u2029\x85\x0b\x0c\x1c\x1etwo"})
 @given(
     st.text(st.characters()),
     st.dictionaries(
@@ -70,14 +71,6 @@ def printable(value: object) -> bool:
     return json.dumps(value, ensure_ascii=False).encode(errors="replace").decode() == json.dumps(
         value, ensure_ascii=False
     )
-
-
-@pytest.mark.parametrize("separator", ["\u2028", "\u2029", "\x85", "\x0b", "\x0c", "\x1c", "\x1e"])
-def test_unicode_line_separator_does_not_split_event(tmp_path: Path, separator: str) -> None:
-    EventLog(tmp_path / "events.jsonl").add("ended", reason=f"one{separator}two")
-    assert [event["reason"] for event in read_events(tmp_path / "events.jsonl")] == [
-        f"one{separator}two"
-    ]
 
 
 def test_torn_or_invalid_lines_are_skipped(tmp_path: Path) -> None:

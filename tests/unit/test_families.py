@@ -337,7 +337,7 @@ def test_documented_variables_give_expected_placement(name: str) -> None:
     finding = detect(types.MappingProxyType(environ))
     assert finding.conflicts == []
     assert finding.placement == place
-    assert finding.source == (place.topology if isinstance(place, Worker) else place).source
+    assert finding.source == topology_of(environ).source
     assert all(environ[variable] for variable in finding.evidence.values() if variable != "PMI_FD")
     assert not set(finding.evidence.values()) & finding.ignored.keys()
 
@@ -389,10 +389,10 @@ def test_rank_outside_world_size_is_refused(name: str) -> None:
 
 @pytest.mark.parametrize("name", PLATFORMS)
 def test_loopback_master_address_is_refused(name: str) -> None:
-    environ, place, _ = EVERY[name]
+    environ, _, _ = EVERY[name]
     variable = detect(environ).evidence["master_addr"]
     hidden = families.PALS_FIRST_NODE if variable == "PBS_NODEFILE" else variable
-    old = place.topology.master_addr if isinstance(place, Worker) else place.master_addr
+    old = topology_of(environ).master_addr
     if name == "flux":
         environ = environ | {hidden: f"{old},corona81"}
     # In Flux's list of hosts, brackets contain numbers.
@@ -413,37 +413,40 @@ def test_undocumented_variables_do_not_change_result(name: str) -> None:
 # -- special cases of single platforms -------------------------------------------------------------
 
 
-def test_open_mpi_without_master_variables_uses_address_of_mpirun() -> None:
-    finding = detect(OPENMPI)
-    assert isinstance(finding.placement, Worker)
-    assert finding.placement.topology.master_addr == "192.0.2.2"
-    assert finding.evidence["master_addr"] == "OMPI_MCA_orte_hnp_uri"
-    other = detect(OPENMPI | {"OMPI_MCA_ess_base_jobid": "1"}).placement
-    assert isinstance(other, Worker)
-    assert finding.placement.topology.master_port != other.topology.master_port
-    six = detect(OPENMPI | {"OMPI_MCA_orte_hnp_uri": "7.0;tcp6://[fd00::2]:34697"}).placement
-    assert isinstance(six, Worker)
-    assert six.topology.master_addr == "fd00::2"
+def topology_of(environ: dict[str, str]) -> Topology:
+    placement = detect(environ).placement
+    assert placement is not None
+    return placement.topology if isinstance(placement, Worker) else placement
 
 
 @pytest.mark.parametrize(
-    ("environ", "size"),
-    [(OPENMPI, "OMPI_COMM_WORLD_SIZE"), (HYDRA | {families.HYDRA_PROXY: "77"}, "PMI_SIZE")],
+    ("environ", "nnodes", "address"),
+    [
+        (OPENMPI, 2, "192.0.2.2"),
+        (OPENMPI | {"OMPI_MCA_orte_hnp_uri": "7.0;tcp6://[fd00::2]:34697"}, 2, "fd00::2"),
+        (
+            OPENMPI | {"OMPI_COMM_WORLD_SIZE": "4", "OMPI_COMM_WORLD_RANK": "1"},
+            1,
+            "127.0.0.1",
+        ),
+        (
+            {name: value for name, value in HYDRA.items() if name not in MASTER}
+            | {families.HYDRA_PROXY: "77", "PMI_SIZE": "4", "PMI_RANK": "1"},
+            1,
+            "127.0.0.1",
+        ),
+    ],
 )
-def test_single_node_mpi_job_uses_loopback_master(environ: dict[str, str], size: str) -> None:
-    alone = {name: value for name, value in environ.items() if name not in MASTER} | {
-        size: "4",
-        "PMI_RANK": "1",
-        "OMPI_COMM_WORLD_RANK": "1",
-    }
-    if size == "PMI_SIZE":
-        del alone["OMPI_COMM_WORLD_RANK"]
-    found = detect(alone)
-    assert isinstance(found.placement, Worker)
-    assert (found.placement.topology.master_addr, found.placement.topology.nnodes) == (
-        "127.0.0.1",
-        1,
-    )
+def test_mpi_without_master_variables_uses_address_of_mpirun_or_of_its_only_node(
+    environ: dict[str, str], nnodes: int, address: str
+) -> None:
+    topology = topology_of(environ)
+    assert (topology.nnodes, topology.master_addr) == (nnodes, address)
+
+
+def test_jobs_of_open_mpi_have_different_ports() -> None:
+    jobs = [OPENMPI | {"OMPI_MCA_ess_base_jobid": job} for job in "12"]
+    assert len({topology_of(environ).master_port for environ in jobs}) == 2
 
 
 def test_pmi_variables_of_srun_are_detected_as_slurm() -> None:
@@ -466,10 +469,9 @@ def test_pmi_variables_of_srun_are_detected_as_slurm() -> None:
 
 @pytest.mark.parametrize("nproc", ["auto", "gpu", "cpu"])
 def test_kubeflow_nproc_keyword_leaves_worker_count_open(nproc: str) -> None:
-    finding = detect(KUBEFLOW | {"PET_NPROC_PER_NODE": nproc})
-    assert isinstance(finding.placement, Topology)
-    assert finding.placement.nproc_per_node is None
-    assert "PET_NPROC_PER_NODE" in finding.ignored
+    environ = KUBEFLOW | {"PET_NPROC_PER_NODE": nproc}
+    assert topology_of(environ).nproc_per_node is None
+    assert "PET_NPROC_PER_NODE" in detect(environ).ignored
 
 
 @pytest.mark.parametrize(
@@ -490,10 +492,34 @@ def test_kubeflow_nproc_keyword_leaves_worker_count_open(nproc: str) -> None:
         (SAGEMAKER | {"SM_HOSTS": '["a", 1]'}, "is not a JSON list of hosts"),
         (MODELARTS | {"VC_WORKER_HOSTS": "w-0.job"}, "VC_WORKER_HOSTS lists 1 nodes"),
         (EVERY["mlp"][0] | {"MLP_ROLE_INDEX": "7"}, "MLP_ROLE_INDEX: node_rank is 7, outside 0..1"),
+        (
+            {"MLP_WORKER_0_HOST": "10.0.0.1", "MLP_WORKER_GPU": "8"},
+            "MLP_WORKER_NUM is not set",
+        ),
+        ({"MLP_WORKER_0_PRIMARY_HOST": "10.0.0.1"}, "MLP_ROLE_INDEX is not set"),
+        ({"SKYPILOT_NODE_IPS": "10.0.0.1\n10.0.0.2"}, "SKYPILOT_NUM_NODES is not set"),
+        ({"WORLD_SIZE": "2"}, "RANK is not set, but WORLD_SIZE=2"),
+        (
+            {"WORLD_SIZE": "'2'", "MASTER_ADDR": "h", "MASTER_PORT": "23456"},
+            "RANK is not set, but WORLD_SIZE=2",
+        ),
+        ({"OMPI_COMM_WORLD_SIZE": "8"}, "OMPI_COMM_WORLD_RANK is not set"),
+        ({"PMI_SIZE": "8"}, "PMI_RANK is not set"),
+        ({"PADDLE_TRAINERS_NUM": "2", "PADDLE_TRAINER_ID": "1"}, "RANK is not set"),
+        (
+            {"VC_WORKER_HOSTS": "a.job,b.job"},
+            "VC_TASK_INDEX is not set, but VC_WORKER_HOSTS lists 2 hosts",
+        ),
+        (
+            RANKS | {"RANK": "2", "LOCAL_RANK": "0"},
+            "RANK: rank is 2, outside 0..1 (WORLD_SIZE=2)",
+        ),
     ],
 )
-def test_unusable_counts_and_indices_are_refused(environ: dict[str, str], conflict: str) -> None:
-    assert conflict in "; ".join(detect(environ).conflicts)
+def test_unusable_or_missing_variable_is_named(environ: dict[str, str], conflict: str) -> None:
+    finding = detect(environ)
+    assert finding.placement is None
+    assert conflict in "; ".join(finding.conflicts)
 
 
 @pytest.mark.parametrize(
@@ -508,8 +534,7 @@ def test_unusable_counts_and_indices_are_refused(environ: dict[str, str], confli
     ],
 )
 def test_single_node_needs_no_address(alone: dict[str, str]) -> None:
-    found = detect(alone).placement
-    assert isinstance(found, Topology)
+    found = topology_of(alone)
     assert (found.nnodes, found.node_rank, found.nproc_per_node) == (1, 0, None)
 
 
@@ -588,37 +613,32 @@ def test_disagreeing_sources_give_one_conflict(environ: dict[str, str], conflict
     assert conflict in finding.conflicts[0]
 
 
-@pytest.mark.parametrize("name", ["mlp", "kubeflow"])
-def test_torch_master_variables_beside_platform_are_ignored(name: str) -> None:
-    finding = detect(EVERY[name][0] | {"MASTER_ADDR": "elsewhere", "MASTER_PORT": "1"})
-    assert finding.placement == EVERY[name][1]
-    assert {"MASTER_ADDR", "MASTER_PORT"} <= finding.ignored.keys()
-
-
-@pytest.mark.parametrize(
-    ("environ", "missing"),
-    [
-        ({"MLP_WORKER_0_HOST": "10.0.0.1", "MLP_WORKER_GPU": "8"}, "MLP_WORKER_NUM"),
-        ({"MLP_WORKER_0_PRIMARY_HOST": "10.0.0.1"}, "MLP_ROLE_INDEX"),
-        ({"SKYPILOT_NODE_IPS": "10.0.0.1\n10.0.0.2"}, "SKYPILOT_NUM_NODES"),
-    ],
-)
-def test_address_without_node_count_or_rank_is_refused(
-    environ: dict[str, str], missing: str
-) -> None:
-    assert f"{missing} is not set" in "; ".join(detect(environ).conflicts)
-
-
 def test_variables_without_rank_are_listed_as_ignored() -> None:
     finding = detect({"SLURM_JOB_ID": "3", "WORLD_SIZE": "2"})
     assert [*finding.ignored] == ["SLURM_JOB_ID"]
     assert [*detect({"MASTER_ADDR": "h"}).ignored] == ["MASTER_ADDR"]
 
 
-def test_agreeing_sources_give_no_conflict() -> None:
-    assert detect(KUBEFLOW | RANKS).placement == NODES["kubeflow"][1]
-    assert detect(MLP | RANKS | {"MASTER_ADDR": "10.0.0.1"}).placement == NODES["mlp"][1]
-    assert detect(OPENMPI | TORCHRUN).source == "env"
+@pytest.mark.parametrize(
+    ("environ", "placement"),
+    [
+        (KUBEFLOW | RANKS, NODES["kubeflow"][1]),
+        (MLP | RANKS | {"MASTER_ADDR": "10.0.0.1"}, NODES["mlp"][1]),
+        *(
+            (EVERY[name][0] | {"MASTER_ADDR": "elsewhere", "MASTER_PORT": "1"}, EVERY[name][1])
+            for name in ("mlp", "kubeflow")
+        ),
+        (OPENMPI | TORCHRUN, process("env", 5, 1, 8, 4, 1, 2, "10.0.0.1", 29500)),
+        (
+            {"CLUSTERJOB_NNODES": "1", "CLUSTERJOB_NODE_RANK": "0", "WORLD_SIZE": "16"},
+            Topology(1, 0, None, "127.0.0.1", None, "clusterjob"),
+        ),
+    ],
+)
+def test_agreeing_sources_give_no_conflict(
+    environ: dict[str, str], placement: Topology | Worker
+) -> None:
+    assert detect(environ).placement == placement
 
 
 names = sorted(
@@ -722,61 +742,3 @@ def test_platform_without_one_variable_gives_same_rank_or_conflict(
     for lost in environ:
         left = {variable: value for variable, value in environ.items() if variable != lost}
         assert detect(left).conflicts or rank_and_size(left) == expected, lost
-
-
-@pytest.mark.parametrize(
-    ("environ", "conflict"),
-    [
-        ({"WORLD_SIZE": "2"}, "RANK is not set, but WORLD_SIZE=2"),
-        (
-            {"WORLD_SIZE": "'2'", "MASTER_ADDR": "h", "MASTER_PORT": "23456"},
-            "RANK is not set, but WORLD_SIZE=2",
-        ),
-        ({"OMPI_COMM_WORLD_SIZE": "8"}, "OMPI_COMM_WORLD_RANK is not set"),
-        ({"PMI_SIZE": "8"}, "PMI_RANK is not set"),
-        ({"PADDLE_TRAINERS_NUM": "2", "PADDLE_TRAINER_ID": "1"}, "RANK is not set"),
-        (
-            {"VC_WORKER_HOSTS": "a.job,b.job"},
-            "VC_TASK_INDEX is not set (node_rank)",
-        ),
-    ],
-)
-def test_world_size_without_rank_is_refused(environ: dict[str, str], conflict: str) -> None:
-    finding = detect(environ)
-    assert finding.placement is None
-    assert conflict in finding.conflicts[0]
-
-
-@pytest.mark.parametrize(
-    "environ",
-    [
-        {"WORLD_SIZE": "1"},
-        {"WORLD_SIZE": "many"},
-        {"VC_WORKER_HOSTS": "a.job"},
-        {"MASTER_ADDR": "h"},
-    ],
-)
-def test_variables_without_several_members_are_no_job(environ: dict[str, str]) -> None:
-    assert not detect(environ).conflicts
-    assert detect(environ).placement is None
-
-
-def test_exported_world_size_is_no_conflict_with_clusterjob_variables() -> None:
-    environ = {
-        "CLUSTERJOB_NNODES": "1",
-        "CLUSTERJOB_NODE_RANK": "0",
-        "CLUSTERJOB_MASTER_ADDR": "127.0.0.1",
-        "WORLD_SIZE": "16",
-    }
-    assert detect(environ).level == "node"
-
-
-def test_rank_equal_to_world_size_is_refused_with_variable_names() -> None:
-    environ = {
-        "RANK": "2",
-        "WORLD_SIZE": "2",
-        "LOCAL_RANK": "0",
-        "MASTER_ADDR": "h",
-        "MASTER_PORT": "29500",
-    }
-    assert detect(environ).conflicts == ["RANK: rank is 2, outside 0..1 (WORLD_SIZE=2)"]

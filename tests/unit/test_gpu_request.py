@@ -130,13 +130,6 @@ def test_flag_for_gpus_overrides_either_setting_of_a_profile(
     assert spec.nproc_per_node == expected[0], "one worker per GPU"
 
 
-def test_gpus_is_the_number_on_each_node(tmp_path: Path) -> None:
-    spec = spec_of(tmp_path, "slurm", gpus="8", nodes="2")
-    command = base.load("slurm").plan(spec).commands[0].argv
-    assert "--gpus-per-node=8" in command
-    assert not any(word.startswith("--gpus=") for word in command)
-
-
 @pytest.mark.parametrize(
     ("cluster", "flags", "promised"),
     [

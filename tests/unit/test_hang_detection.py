@@ -223,16 +223,6 @@ def test_verdict_names_the_last_rank_that_runs() -> None:
     assert place == (3, 1, 1, "gpu9")
 
 
-def test_evidence_of_a_verdict_survives_json_and_old_verdicts_have_none() -> None:
-    verdict = Verdict(JobState.FAILED, 1, evidence="logs/node0/stacks.txt", evidence_ranks=7)
-    data = verdict.to_json()
-    assert Verdict.from_json(data) == verdict
-    assert "  stacks of 7 ranks: logs/node0/stacks.txt" in verdict.text().splitlines()
-    for name in ("evidence", "evidence_ranks"):
-        del data[name]
-    assert Verdict.from_json(data).evidence == ""
-
-
 def test_stack_of_another_node_is_refused_and_a_huge_one_fits_a_message() -> None:
     huge = replace(
         stack("a.py:main"),

@@ -3,76 +3,39 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import os
 import signal
 import socket
 import struct
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
-from inside_job import Link
+from inside_job import ScriptedNodes, record_of
 from procs import TEST_TIMEOUT
 
 from clusterjob.backends import base
-from clusterjob.backends.base import Status
 from clusterjob.cli import output
 from clusterjob.core.byte_link import ProcessLink
 from clusterjob.core.inside import command, connection, forward
 from clusterjob.core.inside.forward import Port, listen
-from clusterjob.core.records import Handle, Record, Records
-from clusterjob.core.resources import Resources
-from clusterjob.core.spec import JobSpec
+from clusterjob.core.records import Record
 from clusterjob.errors import ClusterJobError, InsideError, SubmitError, UsageError
 from clusterjob.node.inside import streams
-from clusterjob.node.logs.events import now
-from clusterjob.node.program import Program
-from clusterjob.node.verdict import JobState, Verdict
+from clusterjob.node.verdict import JobState
 
-
-class Backend:
-    """A backend whose jobs have one state, and whose nodes give the scripted answers."""
-
-    capabilities: ClassVar[Sequence[Any]] = ()
-
-    def __init__(self, state: JobState, reason: str = "", *answers: bytes) -> None:
-        self.state, self.reason, self.answers = state, reason, list(answers)
-        self.asked: list[int] = []
-
-    def status(self, records: Sequence[Record]) -> dict[str, Status]:
-        verdict = Verdict(self.state, 1, reason="") if self.state.final else None
-        return {each.job_id: Status(self.state, self.reason, verdict) for each in records}
-
-    def enter(self, record: Record, node: int) -> Link:
-        self.asked.append(node)
-        return Link(self.answers.pop(0))
+MakeRecord = Callable[..., Record]
 
 
 @pytest.fixture
-def record(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Record]:
-    def make(backend: Any, *, nodes: int = 4, nproc: int | None = 2, **more: Any) -> Record:
-        monkeypatch.setitem(base._loaded, "fake", backend)
-        spec = JobSpec(
-            Program("command", "true"),
-            resources=Resources(nodes=nodes),
-            nproc_per_node=nproc or 1,
-            nproc_is_default=nproc is None,
-            name="t",
-            workdir=tmp_path,
-        )
-        made = Record(
-            "t-1", "t", cluster="fake", backend="fake", job_dir=tmp_path / "job", nodes=nodes,
-            submitted_at=now(), spec=spec.to_json(), handle=Handle("fake", "1", {}), **more,
-        )  # fmt: skip
-        Records().save(made)
-        return made
-
-    return make
+def record(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> MakeRecord:
+    return functools.partial(record_of, tmp_path, monkeypatch, nodes=4, nproc=2)
 
 
 def answer(**data: Any) -> bytes:
@@ -88,16 +51,16 @@ def answer(**data: Any) -> bytes:
     ],
 )
 def test_job_that_does_not_run_is_one_line(
-    record: Callable[..., Record], state: JobState, code: int, message: str
+    record: MakeRecord, state: JobState, code: int, message: str
 ) -> None:
     with pytest.raises(InsideError) as caught:
-        connection.check(record(Backend(state, "why")))
+        connection.check(record(ScriptedNodes(state, reason="why")))
     assert (caught.value.exit_code, caught.value.message) == (code, message)
     assert "t-1" in caught.value.hint
 
 
 def test_backend_without_the_feature_and_wrong_targets_are_refused(
-    record: Callable[..., Record],
+    record: MakeRecord,
 ) -> None:
     class Plain:
         pass
@@ -105,9 +68,14 @@ def test_backend_without_the_feature_and_wrong_targets_are_refused(
     array = {"indices": [3, 5], "pieces": [0]}
     for backend, fields, target, message in (
         (Plain(), {}, {}, "the fake backend cannot run commands inside a job"),
-        (Backend(JobState.RUNNING), {}, {"node": 4}, "job t-1 has no node 4"),
-        (Backend(JobState.RUNNING), {}, {"rank": 8}, "job t-1 has no rank 8"),
-        (Backend(JobState.RUNNING), {"array": array}, {}, "job t-1 is an array: each element has"),
+        (ScriptedNodes(JobState.RUNNING), {}, {"node": 4}, "job t-1 has no node 4"),
+        (ScriptedNodes(JobState.RUNNING), {}, {"rank": 8}, "job t-1 has no rank 8"),
+        (
+            ScriptedNodes(JobState.RUNNING),
+            {"array": array},
+            {},
+            "job t-1 is an array: each element has",
+        ),
     ):
         with pytest.raises(UsageError, match=message) as caught:
             connection.check(record(backend, **fields), **target)
@@ -115,16 +83,15 @@ def test_backend_without_the_feature_and_wrong_targets_are_refused(
     assert not isinstance(base.load("mlp"), base.Executor)
 
 
-def test_node_of_rank_is_found_from_what_nodes_answer(record: Callable[..., Record]) -> None:
-    backend = Backend(
-        JobState.RUNNING, "",
-        answer(error={"why": "rank", "first": 11, "count": 3, "world": 14}),
-        b"a banner\n" + answer(rank=5, host="gpu3\x1b[2J"),
-    )  # fmt: skip
+def test_node_of_rank_is_found_from_what_nodes_answer(record: MakeRecord) -> None:
+    answers = {
+        3: answer(error={"why": "rank", "first": 11, "count": 3, "world": 14}),
+        1: b"a banner\n" + answer(rank=5, host="gpu3\x1b[2J"),
+    }
+    backend = ScriptedNodes(JobState.RUNNING, answers.pop)
     made = record(backend, nproc=None)
     entered = connection.enter(made, backend, {"argv": ["x"]}, rank=5)  # type: ignore[arg-type]
-    assert backend.asked == [3, 1]
-    assert (entered.rank, entered.node) == (5, 1)
+    assert (entered.rank, entered.node, answers) == (5, 1, {})
     assert "\x1b" not in entered.host
     entered.close()
 
@@ -153,10 +120,8 @@ def test_node_of_rank_is_found_from_what_nodes_answer(record: Callable[..., Reco
         ),
     ],
 )
-def test_hostile_answers_are_one_line(
-    record: Callable[..., Record], sent: bytes, message: str
-) -> None:
-    backend = Backend(JobState.RUNNING, "", sent)
+def test_hostile_answers_are_one_line(record: MakeRecord, sent: bytes, message: str) -> None:
+    backend = ScriptedNodes(JobState.RUNNING, lambda _: sent)
     made = record(backend)
     with pytest.raises(InsideError) as caught:
         connection.enter(made, backend, {}, rank=0)  # type: ignore[arg-type]
@@ -165,27 +130,25 @@ def test_hostile_answers_are_one_line(
     assert all(part in shown for part in message.split("; "))
 
 
-def test_errors_of_backend_get_exit_code_255(record: Callable[..., Record]) -> None:
-    class Refusing(Backend):
-        def enter(self, record: Record, node: int) -> Link:
-            raise SubmitError("srun: no", "a hint")
+def test_errors_of_backend_get_exit_code_255(record: MakeRecord) -> None:
+    def refuse(_: int) -> bytes:
+        raise SubmitError("srun: no", "a hint")
 
-    backend = Refusing(JobState.RUNNING)
+    backend = ScriptedNodes(JobState.RUNNING, refuse)
     with pytest.raises(InsideError, match="srun: no") as caught:
         connection.enter(record(backend), backend, {})  # type: ignore[arg-type]
     assert (caught.value.exit_code, caught.value.hint) == (255, "a hint")
 
 
-def test_ctrl_c_does_not_wait_for_node_that_does_not_answer(record: Callable[..., Record]) -> None:
+def test_ctrl_c_does_not_wait_for_node_that_does_not_answer(record: MakeRecord) -> None:
     ended = threading.Event()
 
-    class Silent(Backend):
-        def enter(self, record: Record, node: int) -> Link:
-            signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
-            ended.wait(TEST_TIMEOUT)
-            return Link(b"")
+    def never(_: int) -> bytes:
+        signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
+        ended.wait(TEST_TIMEOUT)
+        return b""
 
-    made = record(Silent(JobState.RUNNING))
+    made = record(ScriptedNodes(JobState.RUNNING, never))
     try:
         for start in (
             lambda: command.run(made, ["x"], node=None, rank=None, terminal=False, warn=print),
@@ -245,15 +208,15 @@ def test_node_lines_are_labelled_and_harmless(capsys: pytest.CaptureFixture[str]
     assert err == "[node 0] wrong\n"
 
 
-def entered_with(record: Callable[..., Record], end: bytes) -> Any:
+def entered_with(record: MakeRecord, end: bytes) -> Any:
     """Return the connection to a node that has sent the end of its command."""
     frame = struct.pack(">BII", streams.CONTROL, 0, len(end)) + end + b"\n"
-    made = record(Backend(JobState.RUNNING, "", streams.MARKER + b"{}\n" + frame))
+    made = record(ScriptedNodes(JobState.RUNNING, lambda _: streams.MARKER + b"{}\n" + frame))
     return connection.enter(made, connection.check(made), {})
 
 
 @pytest.mark.parametrize("end", [b"[" * 30_000, b'{"code":' * 3_000])
-def test_deeply_nested_end_of_node_is_one_error(record: Callable[..., Record], end: bytes) -> None:
+def test_deeply_nested_end_of_node_is_one_error(record: MakeRecord, end: bytes) -> None:
     with (
         contextlib.closing(entered_with(record, end)) as entered,
         pytest.raises(InsideError, match="a malformed end"),
@@ -262,7 +225,7 @@ def test_deeply_nested_end_of_node_is_one_error(record: Callable[..., Record], e
 
 
 def test_node_that_reads_nothing_after_the_end_does_not_block(
-    record: Callable[..., Record],
+    record: MakeRecord,
 ) -> None:
     with contextlib.closing(entered_with(record, b'{"code": 3, "ended": false}')) as entered:
         for _ in range(10):  # more than a pipe holds

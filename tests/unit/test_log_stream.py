@@ -14,7 +14,6 @@ import tempfile
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -88,7 +87,7 @@ class Printed:
     def __init__(self, attempt: int = 0) -> None:
         self.lines: list[str] = []
         self.files: dict[str, str] = {}
-        self.verdict: dict[str, Any] | None = None
+        self.ended = False
         self._writer = console.LineWriter()
         self._mark = f".attempt{attempt}" if attempt else ""
         self._seconds = 1000.0
@@ -115,7 +114,7 @@ class Printed:
 
     def end(self) -> None:
         self._print(self._writer.verdict(VERDICT.to_json()))
-        self.verdict = VERDICT.to_json()
+        self.ended = True
 
     def _print(self, text: str) -> None:
         self.lines += text.split("\n")[:-1]
@@ -162,10 +161,6 @@ def log_contents(job_dir: Path, node_rank: int = 0) -> dict[str, str]:
     return {path.name: path.read_bytes().decode() for path in names}
 
 
-def verdict_of(stream: LogStream) -> dict[str, Any] | None:
-    return stream.verdict.to_json() if stream.verdict is not None else None
-
-
 @settings(max_examples=50)
 @given(data=st.data(), it=printed())
 def test_files_are_same_for_any_overlapping_pieces_of_log(data: st.DataObject, it: Printed) -> None:
@@ -186,7 +181,7 @@ def test_files_are_same_for_any_overlapping_pieces_of_log(data: st.DataObject, i
         assert stream.next_number == 1 + sum(
             console.parse_line(line) is not None for line in it.lines
         )
-        assert (verdict_of(stream) is None) == (it.verdict is None)
+        assert (stream.verdict is not None) == it.ended
 
 
 @settings(max_examples=50)
@@ -252,18 +247,6 @@ def test_lines_of_several_nodes_are_read_in_time_order(tmp_path: Path) -> None:
     LogStream(tmp_path, 1).take(second.splitlines())
     LogStream(tmp_path, 0).take(first.splitlines())
     assert [line.text for line in lines_of(LogReader(tmp_path))] == ["a", "b", "d", "c", "e", "f"]
-
-
-def test_following_reader_returns_each_line_once(tmp_path: Path) -> None:
-    it, reader, seen = Printed(), LogReader(tmp_path), list[LogLine]()
-    for number in range(20):
-        it.output([([number % 3], "out", f"line {number}"), ([0, 1, 2], "err", "all")])
-        LogStream(tmp_path, 0).take(it.lines[-5:])
-        seen += lines_of(reader)
-    assert [line.text for line in seen if line.stream == "out"] == [
-        f"line {number}" for number in range(20)
-    ]
-    assert len(seen) == 20 * 4
 
 
 def test_gap_is_reported_and_filled_by_late_lines(tmp_path: Path) -> None:
@@ -478,14 +461,6 @@ def test_concurrent_processes_write_each_line_once(tmp_path: Path) -> None:
         assert result.code == 0, result.err
     LogStream(tmp_path / "job", 0).take(it.lines)
     assert log_contents(tmp_path / "job") == it.files
-
-
-@given(st.text(max_size=60))
-def test_any_line_is_parsed_without_error(line: str) -> None:
-    found = console.parse_line(line)
-    if found is not None:
-        assert len(console.label_ranks(found.label or "0")) < 5000
-    console.parse_refusal(line)
 
 
 @pytest.mark.parametrize("line", ["5 [0]", "5 [0] ", "5 [0]\r", "5@1.0 [0]"])

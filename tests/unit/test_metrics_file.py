@@ -207,15 +207,6 @@ def test_truncated_file_gives_what_is_whole(job_dir: Path) -> None:
     assert sample_files.latest(job_dir, 0) is None
 
 
-def test_file_of_short_lines_is_not_read_whole_for_all_samples(job_dir: Path) -> None:
-    path = sample_files.path_of(job_dir, 0)
-    write(job_dir, 0.002)
-    lines = path.read_bytes().splitlines(keepends=True)
-    path.write_bytes(b"".join(lines[:-1]) + b"\n" * 600_000 + lines[-1])
-    assert times(job_dir) == [0.0]
-    assert sample_files.latest(job_dir, 0)[1].monotonic == 5.0
-
-
 @pytest.mark.parametrize("make", [os.mkfifo, os.mkdir])
 def test_pipe_or_directory_in_place_of_the_file_is_skipped(job_dir: Path, make) -> None:
     make(sample_files.path_of(job_dir, 0))

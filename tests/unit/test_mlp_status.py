@@ -205,6 +205,11 @@ def test_worker_names_in_both_formats_are_read(name: str, volc: Any) -> None:
             "not logged in",
         ),
         (
+            CommandOutput(1, "", err="InvalidCredential: the access key is wrong"),
+            SubmitError,
+            "does not accept the keys",
+        ),
+        (
             CommandOutput(1, "AccessDenied: User is not authorized to perform", err=""),
             SubmitError,
             "no permission",

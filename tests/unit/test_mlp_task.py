@@ -289,12 +289,6 @@ def test_restarts_become_retries_of_platform(
     assert "--max-restarts" not in script, "an agent does not restart workers beside the platform"
 
 
-def test_time_limit_of_platform_is_60_s_longer_than_of_agents(tmp_path: Path) -> None:
-    plan = backend.MlpBackend().plan(make(tmp_path, resources=Resources(time_limit=600)))
-    assert planned(plan)["ActiveDeadlineSeconds"] == 660
-    assert "--time-limit=600" in plan.files[-1].text()
-
-
 def test_secrets_are_filled_in_by_name_and_by_field() -> None:
     options = {"secrets": '["KEY", "ALIAS=OTHER", "ImageCredential.RegistryToken=TOKEN_OF_MINE"]'}
     names = ("CLUSTERJOB_TOKEN", "KEY", "ALIAS")

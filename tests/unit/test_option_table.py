@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import inspect
 from pathlib import Path
 
 import pytest
@@ -84,13 +83,6 @@ def test_option_of_the_node_is_a_launch_option_with_the_same_default(option: Opt
         assert known[option.node].default == spec_fields[option.key].default
 
 
-def test_every_option_sets_a_field_of_the_job() -> None:
-    fields = {field.name for field in dataclasses.fields(JobSpec)}
-    for option in OPTIONS.values():
-        if option.target is Target.SPEC:
-            assert option.key in fields, option.key
-
-
 def test_flags_and_variables_of_the_table_are_unique() -> None:
     flags = [flag for o in OPTIONS.values() for flag in (o.flag, o.short) if flag]
     assert len(set(flags)) == len(flags) > 0
@@ -133,11 +125,6 @@ def test_every_launch_option_is_parsed_from_its_own_arguments(tmp_path: Path) ->
         if field.name != "program"
     )
     assert parse(changed.arguments()) == changed
-
-
-def test_job_options_have_no_positional_parameter() -> None:
-    kinds = {each.kind for each in job_options._parameters()}
-    assert kinds == {inspect.Parameter.KEYWORD_ONLY}
 
 
 ARGPARSE = 'parser.add_argument("--nodes", type=int)\n'

@@ -133,6 +133,7 @@ def read_by_bash(text: str) -> list[str]:
     return [os.fsdecode(word) for word in done.stdout.split(b"\0")[:-1]]
 
 
+@settings(max_examples=50)
 @given(st.lists(texts))
 def test_quoted_words_are_read_unchanged_by_bash(words: list[str]) -> None:
     assert read_by_bash(sh_words(words)) == words
@@ -320,7 +321,7 @@ def recorder(tmp_path_factory: pytest.TempPathFactory) -> Recorder:
     return Recorder(tmp_path_factory.mktemp("recorder"))
 
 
-@settings(max_examples=60)
+@settings(max_examples=25)
 @given(
     env=st.dictionaries(names, texts, max_size=4),
     workdir=folders,

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable
 from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
 
-import pytest
 from report_jobs import HOSTILE, WrittenJob, page_of
 
 from clusterjob.backends.base import Status
@@ -18,7 +16,7 @@ from clusterjob.core.records import Record, Records
 from clusterjob.insight.report import page, values
 from clusterjob.insight.report.gather import gather
 from clusterjob.insight.report.make import make, stacks_of
-from clusterjob.node.logs.job_dir import ENVIRONMENT, EVENTS, METRICS, PHASES
+from clusterjob.node.logs.job_dir import EVENTS, METRICS, PHASES
 from clusterjob.node.logs.log_files import node_directory
 from clusterjob.node.verdict import Failure, FailureKind, JobState, Verdict
 
@@ -181,29 +179,6 @@ def test_report_without_job_directory_shows_the_record(tmp_path: Path) -> None:
     text = report_of(record)
     assert "does not exist any more" in text
     assert "loss is nan" in text
-
-
-@pytest.mark.parametrize("damage", ["cut", "garbage", "binary"])
-def test_damaged_files_cost_only_their_own_lines(tmp_path: Path, damage: str) -> None:
-    record = WrittenJob(tmp_path, nodes=2, per_node=2).write()
-    damaged: Callable[[bytes], bytes] = {
-        "cut": lambda data: data[: len(data) * 2 // 3],
-        "garbage": lambda data: (
-            b'[1,2]\n{"a":\n[[[]]]\nNaN\n' + data + b'{"monotonic": "x"}\n[0,-1,0]\n'
-        ),
-        "binary": lambda data: data + bytes(range(256)) * 20,
-    }[damage]
-    directory = node_directory(record.job_dir, 1)
-    for path in (
-        *(directory / name for name in (METRICS, PHASES, ENVIRONMENT)),
-        node_directory(record.job_dir, 0) / "stacks.json",
-        record.job_dir / EVENTS,
-    ):
-        path.write_bytes(damaged(path.read_bytes()))
-    text = report_of(record)
-    assert {"verdict", "timeline", "metrics"} <= {*sections(text)}
-    assert text.count('class="hit"') == 4
-    Outline(text)
 
 
 def test_node_without_workers_has_a_row(tmp_path: Path) -> None:

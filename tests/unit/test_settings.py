@@ -42,6 +42,8 @@ def test_whole_number_setting_accepts_integer_and_text(key: str) -> None:
         ("setup", "one", ("one",)),
         ("setup", ["1", "2"], ("1", "2")),
         ("setup", [], ()),
+        ("env", {}, {}),
+        ("workdir", "~", Path.home()),
         (
             "env",
             {"A": 1, "B": True, "C": 0.5, "D": "x"},

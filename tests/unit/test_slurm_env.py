@@ -60,6 +60,12 @@ def topology_of(environ: dict[str, str]) -> Topology:
     return this_node.node_of(this_node.find_node(environ))
 
 
+def worker_of(environ: dict[str, str]) -> Worker:
+    placement = detect(environ).placement
+    assert isinstance(placement, Worker)
+    return placement
+
+
 def conflicts(environ: dict[str, str]) -> str:
     finding = detect(environ)
     assert (finding.source, finding.placement) == ("slurm", None)
@@ -71,41 +77,37 @@ def conflicts(environ: dict[str, str]) -> str:
 # -- one task per node -----------------------------------------------------------------------------
 
 
-def test_one_task_per_node_gives_placement_of_node() -> None:
-    finding = detect(one_per_node(1))
-    assert finding.placement == Topology(
-        2, 1, nproc_per_node=None, master_addr="n3", master_port=None, source="slurm"
-    )
-    assert finding.evidence == {
-        "nnodes": "SLURM_STEP_NUM_NODES",
-        "node_rank": "SLURM_NODEID",
-        "master_addr": "SLURM_STEP_NODELIST",
-    }
-
-
-def test_user_variables_set_worker_count_and_master_address() -> None:
-    own = {
-        "CLUSTERJOB_NPROC_PER_NODE": "4",
-        "CLUSTERJOB_MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": "29500",
-    }
-    assert detect(one_per_node(0) | own).placement == Topology(
-        2, 0, nproc_per_node=4, master_addr="127.0.0.1", master_port=29500, source="slurm"
-    )
-
-
-def test_variables_of_job_script_leave_placement_to_step() -> None:
-    own = {
-        "CLUSTERJOB_JOB_ID": "j",
-        "CLUSTERJOB_JOB_DIR": "/j",
-        "CLUSTERJOB_TOKEN_FILE": "/j/token",
-        "CLUSTERJOB_MASTER_ADDR": "n3-ib",
-    }
+@pytest.mark.parametrize(
+    ("own", "nproc", "address", "port", "variable"),
+    [
+        ({}, None, "n3", None, "SLURM_STEP_NODELIST"),
+        ({"CLUSTERJOB_NPROC_PER_NODE": "4"}, 4, "n3", None, "SLURM_STEP_NODELIST"),
+        ({"MASTER_PORT": "29500"}, None, "n3", 29500, "SLURM_STEP_NODELIST"),
+        (
+            {
+                "CLUSTERJOB_JOB_ID": "j",
+                "CLUSTERJOB_JOB_DIR": "/j",
+                "CLUSTERJOB_TOKEN_FILE": "/j/token",
+                "CLUSTERJOB_MASTER_ADDR": "n3-ib",
+            },
+            None,
+            "n3-ib",
+            None,
+            "CLUSTERJOB_MASTER_ADDR",
+        ),
+        *(
+            ({"MASTER_ADDR": address}, None, address, None, "MASTER_ADDR")
+            for address in ("n3", "n3.cluster.example", "10.0.0.3", "n3-ib", "gateway")
+        ),
+    ],
+)
+def test_one_task_per_node_gives_placement_of_node(
+    own: dict[str, str], nproc: int | None, address: str, port: int | None, variable: str
+) -> None:
     finding = detect(one_per_node(1) | own)
-    assert finding.placement == Topology(
-        2, 1, nproc_per_node=None, master_addr="n3-ib", master_port=None, source="slurm"
-    )
-    assert finding.evidence["master_addr"] == "CLUSTERJOB_MASTER_ADDR"
+    assert finding.placement == Topology(2, 1, nproc, address, port, "slurm")
+    assert finding.evidence["node_rank"] == "SLURM_NODEID"
+    assert finding.evidence["master_addr"] == variable
 
 
 def test_single_process_of_node_has_rank_of_node() -> None:
@@ -129,43 +131,9 @@ def test_single_process_of_node_has_rank_of_node() -> None:
 # -- several tasks per node ------------------------------------------------------------------------
 
 
-def test_uneven_tasks_per_node_give_correct_ranks() -> None:
-    places = [
-        detect(task(*each)).placement
-        for each in ((0, 0, 0), (1, 1, 0), (2, 2, 0), (3, 0, 1), (4, 1, 1))
-    ]
-    assert all(isinstance(place, Worker) for place in places)
-    assert [
-        (p.rank, p.local_rank, p.world_size, p.local_world_size)
-        for p in places
-        if isinstance(p, Worker)
-    ] == [(0, 0, 5, 3), (1, 1, 5, 3), (2, 2, 5, 3), (3, 0, 5, 2), (4, 1, 5, 2)]
-    assert {
-        (p.topology.nnodes, p.topology.master_addr) for p in places if isinstance(p, Worker)
-    } == {(2, "n3")}
-    assert len({p.topology.master_port for p in places if isinstance(p, Worker)}) == 1
-
-
-def test_rank_in_cyclic_distribution_is_slurm_procid() -> None:
-    finding = detect(task(3, 1, 1, "2(x2)", 4) | {"SLURM_GTIDS": "1,3"})
-    assert isinstance(finding.placement, Worker)
-    assert (
-        finding.placement.rank,
-        finding.placement.local_rank,
-        finding.placement.topology.node_rank,
-    ) == (
-        3,
-        1,
-        1,
-    )
-    assert finding.evidence["rank"] == "SLURM_PROCID"
-
-
 def test_master_port_differs_per_step_and_restart_unless_set() -> None:
     def port(**more: str) -> int | None:
-        place = detect(task(0, 0, 0) | more).placement
-        assert isinstance(place, Worker)
-        return place.topology.master_port
+        return worker_of(task(0, 0, 0) | more).topology.master_port
 
     found = [
         port(),
@@ -183,28 +151,21 @@ def test_master_port_differs_per_step_and_restart_unless_set() -> None:
     st.lists(st.integers(1, 6), min_size=1, max_size=6).filter(lambda sizes: max(sizes) > 1),
     st.randoms(),
 )
-def test_each_task_of_step_has_unique_rank(sizes: list[int], random: Any) -> None:
+def test_each_task_of_step_has_its_rank_in_any_distribution(sizes: list[int], random: Any) -> None:
     ranks = list(range(sum(sizes)))
-    random.shuffle(ranks)  # any distribution of tasks
-    seen = set()
+    random.shuffle(ranks)
+    nodes = {
+        "SLURM_STEP_NUM_NODES": str(len(sizes)),
+        "SLURM_STEP_NODELIST": f"m[1-{len(sizes)}]",
+    }
+    port = worker_of(task(0, 0, 0)).topology.master_port
     for node, size in enumerate(sizes):
+        topology = Topology(len(sizes), node, size, "m1", port, "slurm")
         for local_rank in range(size):
-            environ = task(ranks.pop(), local_rank, node, ",".join(map(str, sizes)), sum(sizes))
-            place = detect(
-                environ
-                | {
-                    "SLURM_STEP_NUM_NODES": str(len(sizes)),
-                    "SLURM_STEP_NODELIST": f"m[1-{len(sizes)}]",
-                }
-            ).placement
-            assert isinstance(place, Worker)
-            assert (place.topology.node_rank, place.local_rank, place.local_world_size) == (
-                node,
-                local_rank,
-                size,
-            )
-            seen.add(place.rank)
-    assert seen == set(range(sum(sizes)))
+            rank = ranks.pop()
+            environ = task(rank, local_rank, node, ",".join(map(str, sizes)), sum(sizes)) | nodes
+            expected = Worker(topology, rank, local_rank, sum(sizes), size)
+            assert detect(environ).placement == expected
 
 
 # -- outside a step --------------------------------------------------------------------------------
@@ -231,26 +192,7 @@ def test_launch_outside_step_on_several_nodes_is_refused() -> None:
     assert topology_of(one_per_node(1)).node_rank == 1
 
 
-def test_torchrun_inside_step_is_detected_as_torchrun() -> None:
-    torchrun = {
-        "RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "4",
-        "GROUP_RANK": "1", "GROUP_WORLD_SIZE": "2", "MASTER_ADDR": "n3", "MASTER_PORT": "29500",
-        "TORCHELASTIC_RUN_ID": "none",
-    }  # fmt: skip
-    finding = detect(one_per_node(1) | torchrun)
-    assert isinstance(finding.placement, Worker)
-    assert (finding.source, finding.placement.rank) == ("torchrun", 5)
-
-
 # -- master address --------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("address", ["n3", "n3.cluster.example", "10.0.0.3", "n3-ib", "gateway"])
-def test_master_address_set_by_user_is_used(address: str) -> None:
-    finding = detect(one_per_node(1) | {"MASTER_ADDR": address})
-    assert isinstance(finding.placement, Topology)
-    assert finding.placement.master_addr == address
-    assert finding.evidence["master_addr"] == "MASTER_ADDR"
 
 
 @pytest.mark.parametrize(
@@ -271,9 +213,7 @@ def test_master_address_of_other_node_than_first_is_refused(address: str) -> Non
 
 def test_single_node_named_localhost_is_accepted() -> None:
     alone = {"SLURM_STEP_NUM_NODES": "1", "SLURM_STEP_NODELIST": "localhost"}
-    found = detect(task(1, 1, 0, "2", 2) | alone).placement
-    assert isinstance(found, Worker)
-    assert found.topology.master_addr == "localhost"
+    assert worker_of(task(1, 1, 0, "2", 2) | alone).topology.master_addr == "localhost"
     assert not detect(task(1, 1, 0, "2", 2) | alone | {"MASTER_ADDR": "127.0.0.1"}).conflicts
 
 
@@ -286,35 +226,30 @@ def test_node_list_of_two_nodes_with_localhost_is_refused() -> None:
 # -- conflicts -------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    "missing",
-    [
-        "SLURM_PROCID",
-        "SLURM_LOCALID",
-        "SLURM_NODEID",
-        "SLURM_STEP_NUM_NODES",
-        "SLURM_STEP_NODELIST",
-        "SLURM_STEP_TASKS_PER_NODE",
-        "SLURM_JOB_ID",
-    ],
-)
-def test_missing_variable_of_step_is_named(missing: str) -> None:
-    environ = task(3, 0, 1)
-    del environ[missing]
-    assert f"{missing} is not set" in conflicts(environ)
+def test_master_port_without_job_id_is_none() -> None:
+    assert worker_of(task(3, 0, 1) | {"SLURM_JOB_ID": ""}).topology.master_port is None
 
 
 def test_missing_task_count_of_step_is_taken_from_job() -> None:
-    environ = task(3, 0, 1)
-    del environ["SLURM_STEP_NUM_TASKS"]
-    assert isinstance(detect(environ | {"SLURM_NTASKS": "5"}).placement, Worker)
-    del environ["SLURM_NTASKS"]
-    assert "SLURM_STEP_NUM_TASKS is not set" in conflicts(environ)
+    environ = task(3, 0, 1) | {"SLURM_STEP_NUM_TASKS": ""}
+    assert worker_of(environ | {"SLURM_NTASKS": "5"}).world_size == 5
+    assert "SLURM_STEP_NUM_TASKS is not set" in conflicts(environ | {"SLURM_NTASKS": ""})
 
 
 @pytest.mark.parametrize(
     ("change", "message"),
     [
+        *(
+            ({name: ""}, f"{name} is not set")
+            for name in (
+                "SLURM_PROCID",
+                "SLURM_LOCALID",
+                "SLURM_NODEID",
+                "SLURM_STEP_NUM_NODES",
+                "SLURM_STEP_NODELIST",
+                "SLURM_STEP_TASKS_PER_NODE",
+            )
+        ),
         ({"SLURM_PROCID": "x"}, "SLURM_PROCID='x' is not a whole number"),
         ({"SLURM_PROCID": "5"}, "rank is 5"),
         ({"SLURM_LOCALID": "2"}, "local_rank is 2"),
@@ -330,7 +265,7 @@ def test_missing_task_count_of_step_is_taken_from_job() -> None:
         ({"MASTER_PORT": "70000"}, "master_port is 70000"),
     ],
 )
-def test_contradictory_variables_are_named(change: dict[str, str], message: str) -> None:
+def test_missing_or_contradictory_variables_are_named(change: dict[str, str], message: str) -> None:
     assert message in conflicts(task(3, 0, 1) | change)
 
 

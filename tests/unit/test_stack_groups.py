@@ -3,32 +3,28 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from inside_job import Link
+from inside_job import ScriptedNodes, record_of
 
-from clusterjob.backends import base
-from clusterjob.backends.base import Status
 from clusterjob.cli import main
-from clusterjob.core.records import Handle, Record, Records
-from clusterjob.core.resources import Resources
-from clusterjob.core.spec import JobSpec
-from clusterjob.errors import InsideError, UsageError
+from clusterjob.core.records import Record
+from clusterjob.errors import InsideError
 from clusterjob.insight import stacks as insight
 from clusterjob.node.inside import streams
-from clusterjob.node.logs.events import EventLog, now
-from clusterjob.node.program import Program
+from clusterjob.node.logs.events import EventLog
 from clusterjob.node.stacks import collect, grouping
 from clusterjob.node.stacks.grouping import Frame, RankStack, ThreadStack
 from clusterjob.node.system import codec
-from clusterjob.node.verdict import JobState, Verdict
+from clusterjob.node.verdict import JobState
 
 TORCH = "/x/lib/python3.11/site-packages/torch/distributed"
 LIBRARY = "/x/lib/python3.11"
@@ -337,47 +333,16 @@ def test_text_shows_all_threads_of_smallest_group_alone() -> None:
 # -- answers of nodes ------------------------------------------------------------------------------
 
 
-class Backend:
-    """A backend whose nodes send the scripted bytes; `None` is a node that cannot be reached."""
-
-    capabilities: ClassVar[Sequence[Any]] = ()
-
-    def __init__(self, state: JobState, *answers: bytes | None) -> None:
-        self.state, self.answers = state, answers
-
-    def status(self, records: Sequence[Record]) -> dict[str, Status]:
-        verdict = Verdict(self.state, 1, reason="") if self.state.final else None
-        return {each.job_id: Status(self.state, "", verdict) for each in records}
-
-    def collect(self, record: Record) -> None:
-        """Fetch nothing: the files are on this machine."""
-
-    def enter(self, record: Record, node: int) -> Link:
-        sent = self.answers[node] if self.answers else None
-        if sent is None:
-            raise InsideError(f"gpu{node}: no route to host")
-        return Link(sent)
-
-
 MakeRecord = Callable[..., Record]
 
 
 @pytest.fixture
 def record(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> MakeRecord:
-    def make(backend: Any, *, nodes: int = 2, **more: Any) -> Record:
-        monkeypatch.setitem(base._loaded, "fake", backend)
-        spec = JobSpec(
-            Program("command", "true"), resources=Resources(nodes=nodes), nproc_per_node=4,
-            name="t", workdir=tmp_path,
-        )  # fmt: skip
-        made = Record(
-            "t-1", "t", cluster="fake", backend="fake", job_dir=tmp_path / "job", nodes=nodes,
-            submitted_at=now(), spec=spec.to_json(), handle=Handle("fake", "1", {}), **more,
-        )  # fmt: skip
-        Records().save(made)
-        return made
+    return functools.partial(record_of, tmp_path, monkeypatch)
 
-    return make
+
+def running(*answers: bytes | None) -> ScriptedNodes:
+    return ScriptedNodes(JobState.RUNNING, answers.__getitem__)
 
 
 def node_answer(data: bytes, **facts: Any) -> bytes:
@@ -405,7 +370,7 @@ def ask(made: Record, **options: Any) -> insight.JobStacks:
 def test_nodes_that_answer_are_shown_and_other_is_named(
     record: MakeRecord, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    made = record(Backend(JobState.RUNNING, node_answer(ranks_json([0, 1])), None))
+    made = record(running(node_answer(ranks_json([0, 1])), None))
     found = ask(made)
     assert [each.rank for each in found.stacks] == [0, 1]
     assert found.errors == ["node 1: gpu1: no route to host"]
@@ -417,12 +382,12 @@ def test_nodes_that_answer_are_shown_and_other_is_named(
 
 def test_job_whose_nodes_do_not_answer_is_one_error(record: MakeRecord) -> None:
     with pytest.raises(InsideError, match="node 0: gpu0: no route to host"):
-        ask(record(Backend(JobState.RUNNING, None, None)))
+        ask(record(running(None, None)))
 
 
 def test_node_of_older_version_is_one_line(record: MakeRecord) -> None:
     older = node_answer(b"", stacks=False)
-    found = ask(record(Backend(JobState.RUNNING, older, node_answer(ranks_json([4])))))
+    found = ask(record(running(older, node_answer(ranks_json([4])))))
     assert found.errors == ["node 0: it runs an older version of clusterjob"]
 
 
@@ -430,14 +395,14 @@ def test_node_speaks_for_itself_alone_and_not_for_256_ranks(record: MakeRecord) 
     forged = node_answer(ranks_json([0, 4], node_rank=1, host="gpu9"), host="gpu7")
     ranks = [codec.plain(stack(rank, ())) for rank in range(257)]
     many = node_answer(json.dumps({"ranks": ranks, "warnings": []}).encode())
-    found = ask(record(Backend(JobState.RUNNING, forged, many)))
+    found = ask(record(running(forged, many)))
     assert {(each.node_rank, each.host) for each in found.stacks} == {(0, "gpu7")}
     assert found.errors == ["node 1: it sends too many ranks"]
 
 
 def test_two_nodes_that_answer_for_one_rank_are_named(record: MakeRecord) -> None:
     forged = node_answer(ranks_json([0, 4]))
-    found = ask(record(Backend(JobState.RUNNING, forged, node_answer(ranks_json([4, 5])))))
+    found = ask(record(running(forged, node_answer(ranks_json([4, 5])))))
     assert [each.rank for each in found.stacks] == [0, 4, 5]
     assert found.warnings == ["nodes 0 and 1 both answer for rank 4: one of them is wrong"]
 
@@ -453,7 +418,7 @@ def test_any_answer_of_node_is_shown_or_one_error(data: bytes) -> None:
         "t-1", "t", cluster="none", backend="none", job_dir=Path("/nonexistent"), nodes=1,
         submitted_at="", spec={},
     )  # fmt: skip
-    backend = Backend(JobState.RUNNING, node_answer(data))
+    backend = running(node_answer(data))
     with contextlib.suppress(InsideError):
         answer = insight._of_node(made, backend, node=0, rank=None, native=False)
         assert all(isinstance(each, RankStack) for each in answer.ranks)
@@ -464,7 +429,7 @@ def test_foreign_text_is_shown_without_control_characters(
 ) -> None:
     hostile = (Frame("/w/\x1b[2Ja.py", 1, "f\x1b]0;x\x07\ng"),)
     answer = {"ranks": [codec.plain(stack(0, hostile, "\x1b[31m"))], "warnings": ["\x1b[0m"]}
-    record(Backend(JobState.RUNNING, node_answer(json.dumps(answer).encode())), nodes=1)
+    record(running(node_answer(json.dumps(answer).encode())), nodes=1)
     for words in ([], ["--json"]):
         assert main(["stacks", "t-1", *words]) == 0
         out, err = capsys.readouterr()
@@ -489,7 +454,7 @@ def saved_json(ranks: Sequence[int], **more: Any) -> dict[str, Any]:
 def test_last_saved_stacks_of_ended_job_are_shown(
     record: MakeRecord, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    made = record(Backend(JobState.FAILED))
+    made = record(ScriptedNodes(JobState.FAILED))
     assert main(["stacks", "t-1"]) == 255
     assert "job t-1 has ended: FAILED" in capsys.readouterr().err
     save(made, 0, "stacks.json", saved_json([0]))
@@ -507,7 +472,7 @@ def test_last_saved_stacks_of_ended_job_are_shown(
 def test_saved_stacks_of_node_are_its_own_and_of_a_round_that_was_started(
     record: MakeRecord,
 ) -> None:
-    made = record(Backend(JobState.FAILED))
+    made = record(ScriptedNodes(JobState.FAILED))
     save(made, 0, "stacks.json", saved_json([0, 4]))
     save(made, 1, "stacks.json", saved_json([1, 5]))
     save(made, 1, "stacks.attempt9.json", saved_json([5]))
@@ -521,7 +486,7 @@ def test_saved_stacks_of_node_are_its_own_and_of_a_round_that_was_started(
 def test_malformed_file_is_one_line_and_other_files_are_shown(
     record: MakeRecord, data: str
 ) -> None:
-    made = record(Backend(JobState.FAILED))
+    made = record(ScriptedNodes(JobState.FAILED))
     save(made, 0, "stacks.json", data)
     with pytest.raises(InsideError, match="has ended"):
         ask(made)
@@ -529,14 +494,3 @@ def test_malformed_file_is_one_line_and_other_files_are_shown(
     found = ask(made)
     assert [each.rank for each in found.stacks] == [4]
     assert [line.endswith("stacks.json is malformed") for line in found.warnings] == [True]
-
-
-def test_pending_job_array_and_unknown_rank_are_one_error(record: MakeRecord) -> None:
-    with pytest.raises(InsideError, match="job t-1 has not started"):
-        ask(record(Backend(JobState.PENDING)))
-    made = record(Backend(JobState.RUNNING))
-    for options, text in (({"rank": 8}, "no rank 8"), ({"node": 2}, "no node 2")):
-        with pytest.raises(UsageError, match=text):
-            ask(made, **options)
-    with pytest.raises(UsageError, match="is an array"):
-        ask(record(Backend(JobState.RUNNING), array={"indices": [0, 1]}))

@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 
-from clusterjob.core import capabilities
 from clusterjob.core.spec import JobSpec
 from clusterjob.errors import SpecError
 from clusterjob.node.logs import ends
@@ -193,16 +192,6 @@ def test_options_that_exclude_each_other_are_refused(
     (tmp_path / "train.py").touch()
     with pytest.raises(SpecError, match=error):
         JobSpec(PROGRAM, tmp_path, **options)  # type: ignore[arg-type]
-
-
-@pytest.mark.parametrize("cluster", ["local", "ssh"])
-def test_cluster_without_queue_refuses_until_done(tmp_path: Path, cluster: str) -> None:
-    from clusterjob.backends import base
-
-    (tmp_path / "train.py").touch()
-    spec = JobSpec(PROGRAM, tmp_path, until_done=True)
-    with pytest.raises(SpecError, match=f"the {cluster} cluster has no --until-done"):
-        capabilities.check(spec, cluster, base.instance(cluster))
 
 
 def test_three_short_attempts_with_the_same_error_end_the_job_despite_newer_files(

@@ -68,16 +68,9 @@ verdicts = st.builds(
     attempt=st.integers(0, 99),
     started_at=st.none() | text,
     ended_at=st.none() | text,
+    evidence=text,
+    evidence_ranks=numbers,
 )
-
-
-def test_final_states_are_listed() -> None:
-    assert [state for state in JobState if state.final] == [
-        JobState.SUCCEEDED,
-        JobState.FAILED,
-        JobState.CANCELLED,
-        JobState.LOST,
-    ]
 
 
 @given(verdicts)
@@ -100,35 +93,6 @@ def test_missing_fields_of_older_verdict_have_defaults() -> None:
     assert Verdict.from_json({"state": "SUCCEEDED", "exit_code": 0}) == Verdict(
         JobState.SUCCEEDED, 0
     )
-
-
-def test_verdict_json_has_documented_keys() -> None:
-    data = Verdict(JobState.FAILED, 137, reason="reason", failure=FAILURE).to_json()
-    assert set(data) >= {
-        "schema",
-        "state",
-        "exit_code",
-        "reason",
-        "failure",
-        "consequences",
-        "restarts",
-        "attempt",
-        "started_at",
-        "ended_at",
-    }
-    assert (
-        data["failure"].items()
-        >= {
-            "rank": 3,
-            "local_rank": 1,
-            "node_rank": 1,
-            "host": "gpu7",
-            "exit_code": 137,
-            "signal": "SIGKILL",
-            "message": "was killed by SIGKILL",
-        }.items()
-    )
-    assert data["failure"]["last_lines"] == ["one", "two"]
 
 
 def test_failure_is_named_by_rank_node_and_host() -> None:
@@ -270,57 +234,65 @@ def test_own_error_of_worker_is_not_effect(line: str) -> None:
     assert not is_effect(meanings([line]))
 
 
-def test_hint_line_is_not_last_exception() -> None:
-    lines = [
-        "Traceback (most recent call last):",
-        "  ...",
-        "clusterjob.errors.RendezvousError: boom",
-        "hint: do that",
-    ]
-    assert last_exception(lines) == "clusterjob.errors.RendezvousError: boom"
-    assert last_exception(["hint: do that"]) is None
+TITLE = "Traceback (most recent call last):"
+FIRST = [TITLE, '  File "a.py", line 1, in <module>', "KeyError: 'a'", ""]
+OF_LOADER = [
+    "    raise exception",
+    "ValueError: Caught ValueError in DataLoader worker process 0.",
+    f"Original {TITLE}",
+]
+IN_SCRIPT = ['  File "/home/me/train.py", line 3', "    x = = 1", "        ^"]
 
 
-def test_last_exception_is_from_last_traceback_with_any_text_after_it() -> None:
-    first = [
-        "Traceback (most recent call last):",
-        '  File "a.py", line 1, in <module>',
-        "KeyError: 'a'",
-        "",
-    ]
-    second = [
-        "[rank1]: Traceback (most recent call last):",
-        '[rank1]:   File "a.py", line 2, in <module>',
-        "[rank1]: ValueError: boom",
-    ]
-    assert (
-        last_exception(
+@pytest.mark.parametrize(
+    ("lines", "exception", "where"),
+    [
+        ([TITLE, "  ...", "errors.LinkError: boom", "hint: do that"], "errors.LinkError: boom", ""),
+        (["hint: do that"], None, ""),
+        (["ValueError: boom"], None, ""),
+        (
             [
-                *first,
-                *second,
+                *FIRST,
+                f"[rank1]: {TITLE}",
+                '[rank1]:   File "b.py", line 2, in <module>',
+                "[rank1]: ValueError: boom",
                 "more of the message",
                 "Set the environment variable HYDRA_FULL_ERROR=1",
-            ]
-        )
-        == "ValueError: boom"
-    )
-    assert last_exception([*first, "Traceback (most recent call last):", "  cut short"]) is None
-
-
-def test_last_exception_of_dataloader_worker_is_from_original_traceback() -> None:
-    lines = [
-        "    raise exception",
-        "ValueError: Caught ValueError in DataLoader worker process 0.",
-        "Original Traceback (most recent call last):",
-    ]
-    assert last_exception(
-        [
-            *lines,
-            '  File "train.py", line 9, in __getitem__',
-            "ValueError: image file is truncated",
-            "",
-        ]
-    ) == ("ValueError: image file is truncated")
+            ],
+            "ValueError: boom",
+            "b.py:2",
+        ),
+        ([*FIRST, TITLE, "  cut short"], None, ""),
+        (
+            [*OF_LOADER, '  File "train.py", line 9, in __getitem__', "ValueError: cut image", ""],
+            "ValueError: cut image",
+            "train.py:9",
+        ),
+        (
+            [
+                f"[rank0]: {TITLE}",
+                '[rank0]:   File "/home/me/train.py", line 7, in <module>',
+                "[rank0]:     step()",
+                '[rank0]:   File "/home/me/model.py", line 12, in step',
+                "[rank0]: ValueError: boom",
+                '  File "/later.py", line 1, in f',
+            ],
+            "ValueError: boom",
+            "model.py:12",
+        ),
+        # A syntax error of the script itself has no title.
+        (
+            ["a warning", *IN_SCRIPT, "SyntaxError: invalid", ""],
+            "SyntaxError: invalid",
+            "train.py:3",
+        ),
+        (IN_SCRIPT, None, ""),
+    ],
+)
+def test_last_exception_and_its_innermost_place_are_found(
+    lines: list[str], exception: str | None, where: str
+) -> None:
+    assert (last_exception(lines), place(lines)) == (exception, where)
 
 
 def test_library_warnings_are_removed_unless_all_lines_are_warnings() -> None:
@@ -424,31 +396,6 @@ def test_handled_error_in_output_does_not_give_the_kind(handled: str) -> None:
     assert kind_of_end(None, found, None, raised=True) is not FailureKind.CODE
     found = meanings_of_end("killed by SIGABRT", [handled, "terminate called"])
     assert kind_of_end(None, found, "SIGABRT", raised=False) is not FailureKind.SIGNAL
-
-
-def test_place_is_the_innermost_frame_of_the_last_traceback() -> None:
-    lines = [
-        "[rank0]: Traceback (most recent call last):",
-        '[rank0]:   File "/home/me/train.py", line 7, in <module>',
-        "[rank0]:     step()",
-        '[rank0]:   File "/home/me/model.py", line 12, in step',
-        "[rank0]: ValueError: boom",
-        '  File "/later.py", line 1, in f',
-    ]
-    assert place(lines) == "model.py:12"
-    assert place(["ValueError: boom"]) == ""
-
-
-def test_syntax_error_of_the_script_itself_has_no_title() -> None:
-    lines = [
-        '  File "/home/me/train.py", line 3',
-        "    x = = 1",
-        "        ^",
-        "SyntaxError: invalid",
-    ]
-    assert last_exception(["a warning", *lines, ""]) == "SyntaxError: invalid"
-    assert place(lines) == "train.py:3"
-    assert last_exception(lines[:3]) is None
 
 
 @pytest.mark.parametrize(

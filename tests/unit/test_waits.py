@@ -254,17 +254,7 @@ def test_hostile_agent_names_no_rank_of_another_node(
     assert {rank for _, rank in watched.events()} <= {0, 1}
 
 
-def test_coordinator_of_8192_ranks_names_one_of_them(tmp_path: Path, clock: Any) -> None:
-    worlds = [world_of(node, 1024, 8) for node in range(1024)]
-    watch = StragglerWatch(0, 1024, 8192, EventLog(tmp_path / "events.jsonl"))
-    for _ in range(4):
-        clock.now += stragglers.interval(len(worlds))
-        for node, world in enumerate(worlds):
-            ranks = tuple(
-                (local, 0.5, 0.0 if (node, local) == (700, 3) else 0.2) for local in range(8)
-            )
-            watch.receive(node, "gpu", waits_of(messages.RankWaits(0, ranks), world))
-    assert [event["rank"] for event in read_events(tmp_path / "events.jsonl")] == [5603]
+def test_large_jobs_send_their_waits_less_often() -> None:
     assert stragglers.interval(1024) < 6
     assert stragglers.interval(10_000) == 50.0
 
@@ -340,19 +330,13 @@ def test_worker_waits_for_a_share_of_its_steps() -> None:
 
 @fuzz(
     event=st.fixed_dictionaries(
-        dict.fromkeys(("rank", "node_rank", "host", "waited_s", "step_s"), JSON | NUMBER)
+        dict.fromkeys(("rank", "node_rank", "waited_s", "step_s"), JSON | NUMBER)
+        | {"host": JSON | st.just("\x1b[2Jx\n" * 200)}
     )
 )
 def test_any_event_gives_a_harmless_line_or_none(event: dict[str, Any]) -> None:
     found = events.read_straggler(event)
     if found is not None:
         assert events.straggler_text([found]).isprintable()
+        assert len(found.host) < 1000
         assert 0 <= found.to_json()["share"] <= 1
-
-
-def test_host_with_control_characters_is_harmless_in_the_line() -> None:
-    event = vars(straggler(3, 0, host="\x1b[2Jx\n" * 200))
-    found = events.read_straggler(event)
-    assert found is not None
-    assert events.straggler_text([found]).isprintable()
-    assert len(found.host) < 1000

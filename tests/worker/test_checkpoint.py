@@ -219,40 +219,6 @@ def test_kill_at_each_operation_of_save_leaves_loadable_state(tmp_path: Path, ki
     assert int(ran.out) >= 10
 
 
-@pytest.mark.slow
-def test_kill_at_random_moments_of_save_leaves_loadable_state(tmp_path: Path) -> None:
-    text = """
-        import os, random, signal, time
-        import torch
-        from clusterjob import bootstrap
-        random.seed(0)
-        known, new = 0, 0
-        checkpoint = bootstrap.init(process_group=False).checkpoint("saved")
-        begin = time.monotonic()
-        checkpoint.save({"weights": torch.zeros(4_000_000), "step": 0}, step=0)
-        duration = time.monotonic() - begin
-        for _ in range(60):
-            pid = os.fork()
-            if pid == 0:
-                for step in range(known + 1, known + 100):
-                    weights = torch.full((4_000_000,), step)
-                    checkpoint.save({"weights": weights, "step": step}, step=step)
-                os._exit(0)
-            time.sleep(random.uniform(0, 4 * duration))
-            os.kill(pid, signal.SIGKILL)
-            os.waitpid(pid, 0)
-            state = checkpoint.load()
-            assert state["weights"].eq(state["step"]).all()
-            assert state["step"] >= known
-            new += state["step"] > known
-            known = state["step"]
-        print(new)
-        """
-    ran = run([sys.executable, script(tmp_path, text)], tmp_path)
-    assert ran.code == 0, ran.err
-    assert int(ran.out) > 5
-
-
 # -- several processes -----------------------------------------------------------------------------
 
 

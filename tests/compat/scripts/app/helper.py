@@ -1,1 +1,0 @@
-WORD = "helped"
