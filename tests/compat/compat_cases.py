@@ -6,6 +6,7 @@ records them.
 
 from __future__ import annotations
 
+import signal
 from pathlib import Path
 
 from compat_runs import Case
@@ -13,6 +14,10 @@ from compat_runs import Case
 # BOTH is for scripts that test process start and end, __main__, stdin or signals. For other
 # scripts, a forked worker and one started by exec are equal.
 EXEC, BOTH = ("exec",), ("fork", "exec")
+OWN_STORE = (
+    "torchrun makes each process a client of its own store, even if the script sets another one; "
+    "clusterjob redirects only processes that use the job store"
+)
 CHILDREN_END = (
     "processes started by a rank end with the job; torchrun leaves them running "
     "(docs/troubleshooting.md)"
@@ -20,6 +25,10 @@ CHILDREN_END = (
 STORE_PER_RESTART = (
     "torchrun's store keeps the addresses of workers from before a restart; "
     "in clusterjob each restart has its own store"
+)
+STORE_PER_GROUP = (
+    "torchrun's store keeps the addresses of the previous group, and the next group waits for "
+    "them; in clusterjob each group has its own keys"
 )
 INNER_TORCHRUN = (
     "torchrun inside torchrun on two nodes waits for ever; "
@@ -41,13 +50,118 @@ CASES = [
     # -- end of the process group ------------------------------------------------------------------
     _script("ddp_in_function.py", quick=True, starts=BOTH),
     _script("ddp_in_function.py", id="ddp_in_function-2-nodes", nodes=2),
+    _script("ddp_freed_first.py"),
     _script("ddp_never_destroyed.py", starts=BOTH),
+    _script("ddp_at_module_level.py", "--max_iters=3", "--learning_rate=0.1"),
+    _script("groups_of_ranks.py", nproc=4),
+    _script(
+        "groups_in_turn.py",
+        differs=("code", "out"),
+        why=STORE_PER_RESTART,
+        out=("round 0: 1.0\nround 1: 3.0\nround 2: 5.0\n",) * 2,
+    ),
+    _script("two_backends.py"),
     # -- stores and addresses ----------------------------------------------------------------------
+    _script(
+        "spawn_own_port.py",
+        "{port}",
+        nproc=1,
+        differs=("code", "files", "out"),
+        why=OWN_STORE,
+        out=("both children have ended\n",),
+        files=("child0.txt", "child1.txt"),
+    ),
+    _script(
+        "processes_own_port.py",
+        "{port}",
+        nproc=1,
+        differs=("code", "files", "out"),
+        why=OWN_STORE,
+        out=("[0, 0]\n",),
+        files=("child0.txt", "child1.txt"),
+    ),
+    _script(
+        "sets_master_port.py",
+        "{port}",
+        differs=("code", "files", "out"),
+        why=OWN_STORE,
+        out=("rank 0 of 2\n", "rank 1 of 2\n"),
+        files=(),
+    ),
+    _script(
+        "tcp_url.py",
+        "{port}",
+        differs=("code", "files", "out"),
+        why=OWN_STORE,
+        out=("rank 0 of 2\n", "rank 1 of 2\n"),
+        files=(),
+    ),
+    _script("file_url.py"),
+    _script("removes_meeting_file.py"),
+    _script("own_hostname.py"),
+    _script(
+        "trials_in_turn.py",
+        nproc=1,
+        differs=("code", "out"),
+        why=STORE_PER_GROUP,
+        out=(
+            (
+                "lr 0.1: 2 ranks, bias -0.8820\nchildren: [0]\n"
+                "lr 0.2: 2 ranks, bias -1.1820\nchildren: [0]\n"
+                "lr 0.3: 2 ranks, bias -1.4820\nchildren: [0]\n"
+            ),
+        ),
+    ),
+    _script(
+        "trials_in_turn.py",
+        "--context",
+        "spawn",
+        "--world-sizes",
+        "2",
+        "3",
+        id="trials_in_turn-spawn",
+        nproc=1,
+        limit=180,
+        differs=("code", "out"),
+        why=STORE_PER_GROUP,
+        out=(
+            (
+                "lr 0.1: 2 ranks, bias -0.8820\nchildren: [0]\n"
+                "lr 0.2: 3 ranks, bias -1.1820\nchildren: [0, 0]\n"
+            ),
+        ),
+    ),
     _script("own_store.py", "{port}"),
     _script("job_store_keys.py"),
+    _script(
+        "imagenet_spawn.py",
+        "--multiprocessing-distributed",
+        "--dist-url",
+        "tcp://127.0.0.1:{port}",
+        nproc=1,
+        differs=("code", "files", "out"),
+        why=OWN_STORE,
+        out=("trained\n",),
+        files=("checkpoint.pth.tar",),
+    ),
+    _script(
+        "detectron_launch.py",
+        nproc=1,
+        differs=("code", "files", "out"),
+        why=OWN_STORE,
+        out=("done\n",),
+        files=("log0.txt", "log1.txt"),
+    ),
+    _script("fairseq_main.py"),
     # -- init_distributed_mode and similar functions -----------------------------------------------
+    _script("init_mode_dino.py", "--output_dir", "checkpoints"),
     _script("init_mode_mae.py", quick=True),
+    _script("init_mode_torchvision.py"),
+    _script("init_device_timm.py"),
     _script("init_megatron.py", nproc=2, nodes=2),
+    _script("local_rank_argument.py", "--deepspeed_config", "ds.json"),
+    _script("main_process_first.py"),
+    _script("accelerate_loop.py", needs=("accelerate",)),
     _script(
         "accelerate_default.py",
         differs=("out",),
@@ -63,6 +177,7 @@ CASES = [
         needs=("transformers",),
     ),
     _script("lightning_fit.py", needs=("lightning",)),
+    _script("fabric_loop.py", needs=("lightning",)),
     _script("hydra_app.py", "optimizer.lr=0.5", needs=("hydra",)),
     _script(
         "hydra_error.py",
@@ -78,8 +193,19 @@ CASES = [
         message="rank 1.*RuntimeError: loss is not finite",
         starts=BOTH,
     ),
+    _script("interrupt_saves.py", send=signal.SIGINT, code=130, quick=True, starts=BOTH),
+    _script("terminate_saves.py", send=signal.SIGTERM, code=-15, starts=BOTH),
     _script("terminates_parent.py", code=143, message="SIGTERM on", starts=BOTH),
+    _script("usr1_checkpoints.py", starts=BOTH),
+    _script("atexit_writes.py", starts=BOTH),
+    _script("thread_outlives_main.py", starts=BOTH),
+    _script("daemon_thread.py", starts=BOTH),
+    _script("os_exit.py", starts=BOTH),
+    _script("os_exit_code.py", code=7, message="rank 1.*exited with code 7", starts=BOTH),
+    _script("os_fork.py", starts=BOTH),
     _script("child_left_behind.py", differs=("left",), why=CHILDREN_END, starts=BOTH),
+    _script("service_left_behind.py", differs=("left",), why=CHILDREN_END, starts=BOTH),
+    _script("service_with_atexit.py", starts=BOTH),
     _script(
         "early_zero.py",
         code=1,
@@ -93,6 +219,7 @@ CASES = [
         code=1,
         message=r"rank 1 .*ended with exit code 0 .*ranks 0, 2 were in all_reduce",
     ),
+    _script("early_one.py", code=1, message="rank 1", starts=BOTH),
     _script("early_signal.py", code=137, message="rank 1.*SIGKILL", quick=True, starts=BOTH),
     _script(
         "early_before_init.py",
@@ -107,9 +234,26 @@ CASES = [
         starts=BOTH,
     ),
     _script("early_in_init.py", code=1, message="rank 1", starts=BOTH),
+    _script("after_destroy.py", code=1, message="rank 1.*KeyError: 'accuracy'", starts=BOTH),
+    _script("zero_after_destroy.py", starts=BOTH),
+    _script("mismatched_shapes.py", code=1, message="rank"),
+    _script("mismatched_order.py", code=1, message="rank"),
     _script("mismatched_detail.py", code=1, message="rank"),
     _script("uneven_join.py"),
+    _script("monitored_barrier.py", code=1, message="rank 0"),
     _script("caught_peer_loss.py"),
+    _script(
+        "exit_message.py",
+        code=1,
+        message=r"FAILED: rank 1[\s\S]*Unable to locate sufficient 2 gpus",
+        starts=BOTH,
+    ),
+    _script(
+        "missing_module.py",
+        code=1,
+        message="ModuleNotFoundError: No module named 'no_such_package_anywhere'",
+        starts=BOTH,
+    ),
     _script(
         "exit_hook.py",
         code=1,
@@ -119,12 +263,56 @@ CASES = [
     # -- input and output --------------------------------------------------------------------------
     _script("breakpoint_continue.py", nproc=1, stdin="p loss\nc\n", starts=BOTH),
     _script("input_prompt.py", nproc=1, stdin="y\n", starts=BOTH),
+    _script("stdin_ends.py", stdin="", starts=BOTH),
+    _script("tqdm_bar.py", needs=("tqdm",)),
+    _script("rich_output.py", needs=("rich",)),
     _script("logging_both.py", "--epochs", "3", quick=True),
+    _script("warnings_and_colours.py"),
+    _script("large_output.py"),
+    # -- data --------------------------------------------------------------------------------------
+    _script("loader.py", "--context", "fork", id="loader-fork"),
+    _script(
+        "loader.py",
+        "--context",
+        "spawn",
+        "--workers",
+        "1",
+        "--epochs",
+        "1",
+        id="loader-spawn",
+        starts=BOTH,
+    ),
+    _script(
+        "loader.py",
+        "--context",
+        "forkserver",
+        "--workers",
+        "1",
+        "--epochs",
+        "1",
+        id="loader-forkserver",
+    ),
+    _script("loader.py", "--context", "fork", "--persistent", id="loader-persistent", quick=True),
+    _script(
+        "loader_error.py",
+        code=1,
+        message="rank 1.*ValueError: "
+        "(Caught ValueError in DataLoader worker process 0|image file is truncated)",
+    ),
+    _script("webdataset_loader.py", needs=("webdataset",)),
+    _script("sampler_epochs.py"),
+    _script("unseeded.py"),
     # -- features of torch -------------------------------------------------------------------------
     _script("compiled.py", "aot_eager", id="compiled-aot_eager"),
     _script("compiled.py", "inductor", id="compiled-inductor", limit=300),
+    _script("fsdp2.py"),
+    _script("dtensor_tp.py"),
+    _script("dcp_checkpoint.py"),
     _script("dcp_async.py"),
     _script("rpc_server.py"),
+    _script("pipelining.py"),
+    _script("object_collectives.py"),
+    _script("checkpoint_barrier.py"),
     _script(
         "snapshot_resume.py",
         restarts=1,
@@ -135,15 +323,23 @@ CASES = [
         files=("snapshot.pt",),
         starts=BOTH,
     ),
+    _script("zero_optimizer.py"),
+    _script("hogwild.py", nproc=1),
+    _script("tensorboard_writer.py", needs=("tensorboard",)),
     _script("join_thread_collective.py"),
+    _script("async_handles.py"),
     # -- ways to start a program -------------------------------------------------------------------
     _script("environment.py", nproc=2, nodes=2, quick=True, starts=BOTH),
     _script(
         "arguments.py", "--nodes", "3", "-x", "two words", "", "--", "-m", "ünïcode", starts=BOTH
     ),
+    _script("relative_paths.py", starts=BOTH),
+    _script("./relative_paths.py", id="relative_paths-dot"),
     _script("sub/train_siblings.py", starts=BOTH),
     Case("module", ("-m", "project.train", "--lr", "1"), quick=True, starts=BOTH),
     Case("package", ("-m", "project"), starts=BOTH),
+    Case("directory", ("app", "--lr", "1"), starts=EXEC),
+    _script("own_modules/train.py", id="own_modules", starts=BOTH),
     Case(
         "dev_stdin",
         ("/dev/stdin", "--lr", "1"),
@@ -152,6 +348,7 @@ CASES = [
     ),
     _script("inspected.py", starts=BOTH),
     _script("objects_of_main.py", quick=True, starts=BOTH),
+    _script("threads.py"),
     Case("shell_python", ("--", "bash", "shell_python.sh", "a", "b c"), starts=EXEC),
     Case("shell_torchrun", ("--", "bash", "shell_torchrun.sh", "x"), nproc=1, starts=EXEC),
     Case(

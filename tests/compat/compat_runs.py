@@ -50,6 +50,8 @@ class Case:
         quick: whether the first start is in the normal test run; the others are marked slow.
         needs: required modules; if one is missing, the case is skipped.
         stdin: text on the launcher's standard input; None for /dev/null.
+        send: signal to the launcher's process group after each rank has created its file
+            ``ready<rank>``.
         restarts: --max-restarts.
         limit: maximum seconds under clusterjob.
     """
@@ -69,6 +71,7 @@ class Case:
     quick: bool = False
     needs: tuple[str, ...] = ()
     stdin: str | None = None
+    send: int | None = None
     restarts: int = 0
     limit: float = 90.0
 
@@ -251,17 +254,32 @@ def _run(
             )
             for argv in commands
         ]
+        end = begin + limit
+        if case.send is not None:
+            _send(case, started, work, end)
         codes: list[int | None] = []
         for process in started:
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                process.wait(max(0.1, begin + limit - time.monotonic()))
-            codes.append(process.returncode)
+            try:
+                codes.append(process.wait(max(0.1, end - time.monotonic())))
+            except subprocess.TimeoutExpired:
+                codes.append(None)
         seconds = time.monotonic() - begin
         if None in codes:
             _stop(started)
         left = _left(wait=None not in codes)
     code = None if None in codes else max(codes, key=lambda value: abs(value or 0))
     return Outcome(code, [], {}, left, stderr.read_text(errors="replace"), seconds)
+
+
+def _send(case: Case, started: list[subprocess.Popen[bytes]], work: Path, end: float) -> None:
+    """Signal the process groups of the launchers, like a terminal, when all ranks are ready."""
+    while not all((work / f"ready{rank}").exists() for rank in range(case.world_size)):
+        if time.monotonic() > end or all(process.poll() is not None for process in started):
+            return
+        time.sleep(0.02)
+    for process in started:
+        assert case.send is not None
+        os.killpg(process.pid, case.send)
 
 
 def _stop(started: list[subprocess.Popen[bytes]]) -> None:

@@ -1,0 +1,1 @@
+OWN = "own secrets"
