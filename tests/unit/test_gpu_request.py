@@ -17,6 +17,8 @@ from clusterjob.core.gpu_request import GpuRequest, parse, read_gpus
 from clusterjob.core.spec import JobSpec
 from clusterjob.errors import SpecError, SubmitError, UsageError
 from clusterjob.node import launch
+from clusterjob.node.environments.topology import Topology
+from clusterjob.node.options import parse as parse_launch
 from clusterjob.node.program import Program
 from clusterjob.node.system import devices
 
@@ -291,11 +293,19 @@ def test_node_with_fewer_gpus_refuses_the_number(monkeypatch: pytest.MonkeyPatch
     ],
 )
 def test_node_counts_its_workers_as_torchrun_does(
-    word: int | str, visible: int, count: int
+    monkeypatch: pytest.MonkeyPatch, word: int | str, visible: int, count: int
 ) -> None:
-    assert launch._worker_count(word, visible) == count
+    monkeypatch.setattr(devices, "_nvidia", lambda: visible)
+    assert workers_of(str(word)) == count
 
 
 def test_node_without_gpus_refuses_one_worker_per_gpu() -> None:
     with pytest.raises(UsageError, match="no GPU is visible here"):
-        launch._worker_count("gpu", 0)
+        workers_of("gpu")
+
+
+def workers_of(word: str) -> int:
+    """Return the number of workers of a node without variables of a platform."""
+    options = parse_launch(["--nproc-per-node", word, "x.py"])
+    topology = Topology(1, 0, None, "", None, source="test")
+    return launch._choose_workers(options, topology, {})

@@ -226,10 +226,6 @@ def test_node_list_of_two_nodes_with_localhost_is_refused() -> None:
 # -- conflicts -------------------------------------------------------------------------------------
 
 
-def test_master_port_without_job_id_is_none() -> None:
-    assert worker_of(task(3, 0, 1) | {"SLURM_JOB_ID": ""}).topology.master_port is None
-
-
 def test_missing_task_count_of_step_is_taken_from_job() -> None:
     environ = task(3, 0, 1) | {"SLURM_STEP_NUM_TASKS": ""}
     assert worker_of(environ | {"SLURM_NTASKS": "5"}).world_size == 5
@@ -248,6 +244,7 @@ def test_missing_task_count_of_step_is_taken_from_job() -> None:
                 "SLURM_STEP_NUM_NODES",
                 "SLURM_STEP_NODELIST",
                 "SLURM_STEP_TASKS_PER_NODE",
+                "SLURM_JOB_ID",
             )
         ),
         ({"SLURM_PROCID": "x"}, "SLURM_PROCID='x' is not a whole number"),
