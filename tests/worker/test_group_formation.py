@@ -57,7 +57,7 @@ def test_rank_stopped_in_init_process_group_is_root_cause(make_job: MakeJob) -> 
         job.result["failure"]["rank"],
         sorted(each["rank"] for each in job.result["consequences"]),
     ) == (1, [0, 2, 3])
-    assert "it is stopped" in job.result["reason"]
+    assert "the process is stopped" in job.result["reason"]
 
 
 def test_two_machines_that_cannot_connect_are_named(tmp_path: Path) -> None:
