@@ -109,7 +109,7 @@ def test_fetch_refuses_unrequested_paths_and_writes_nothing(here: Path, path: st
 
 
 def test_fetch_of_a_file_that_is_a_directory_too_is_an_error(tmp_path: Path) -> None:
-    with pytest.raises(HostError):
+    with pytest.raises(ClusterJobError, match="Is a directory"):
         fetch(sender(file("runs/good"), file("runs")), tmp_path / "here", "runs/")
 
 
