@@ -1,4 +1,4 @@
-"""Notifications of a job: for each event, a process sends it to URLs of apprise and commands.
+"""Notifications of a job: a process sends each event to URLs of apprise and commands.
 
 The agent of the node with the coordinator, node 0 at first, starts the processes (`Notifier`). A
 place, or a shared disk with an array's directory, may hang: so each event has its own process. Its

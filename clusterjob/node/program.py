@@ -288,7 +288,7 @@ def _load_module(program: Program) -> tuple[types.CodeType, types.ModuleType]:
 
 def _fresh_main(path: str, loader: object, **more: object) -> types.ModuleType:
     module = types.ModuleType("__main__")
-    known = {"__builtins__": builtins, "__cached__": None, "__annotations__": {}}
+    known: dict[str, Any] = {"__builtins__": builtins, "__cached__": None, "__annotations__": {}}
     module.__dict__.update(known, __file__=path, __loader__=loader, **more)
     return module
 

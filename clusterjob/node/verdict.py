@@ -194,7 +194,7 @@ class RoundEnd:
         ended_at: str | None = None,
     ) -> RoundEnd:
         """Return the entry of a round that has ended like this."""
-        times = {"started_at": started_at, "ended_at": ended_at}
+        times: dict[str, Any] = {"started_at": started_at, "ended_at": ended_at}
         if (failure := end.failure) is None:
             made_by = (end.state, end.exit_code)
             kind = next((kind for kind, each in _KINDS.items() if each == made_by), "")

@@ -1,4 +1,4 @@
-"""Find a worker's rank, make its process group or adopt the script's own, return its context."""
+"""Find a worker's rank, make or adopt its process group, and return its context."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The examples of docs/scripts.md train as the page shows: as plain scripts and under launchers.
+"""The examples of docs/scripts.md train as the page shows, alone and under launchers.
 
 The tests recompute the results that the examples print.
 """

@@ -1,4 +1,4 @@
-"""Run clusterjob as a user with a work directory, in the form of the commands that users type."""
+"""Run clusterjob as a user with a work directory, by the commands that users type."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One node's workers: run them through the forkserver, keep the node's state, sample its use."""
+"""One node's workers: run them by the forkserver, keep the node's state, sample its use."""
 
 from __future__ import annotations
 

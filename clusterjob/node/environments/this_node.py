@@ -1,4 +1,4 @@
-"""This node's or process's part of a job: rank assignment, peers, GPUs, name, attempt, job id.
+"""This node's or process's part of a job: ranks, peers, GPUs, name, attempt, job id.
 
 `detect` is the reader of the variables, and `show` its result as ``clusterjob env``.
 """

@@ -124,7 +124,7 @@ def _start(argv: list[str], env: Mapping[str, str], **options: Any) -> subproces
     return subprocess.Popen(
         [os.fsencode(word) for word in argv],
         executable=shutil.which(argv[0], path=environ.get("PATH")),
-        env=slurm_environment(environ, argv[0]) | env,
+        env={**slurm_environment(environ, argv[0]), **env},
         **options,
     )
 

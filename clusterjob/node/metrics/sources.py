@@ -52,7 +52,8 @@ class Machine:
             for group in processes.memory_cgroups(root)
         )
         limited = ((group, limit) for group, limit in limits if 0 < limit < _NO_LIMIT)
-        self._group, limit = next(limited, (None, _NO_LIMIT))
+        none: tuple[Path | None, int] = (None, _NO_LIMIT)
+        self._group, limit = next(limited, none)
         self.memory = min(_meminfo(root).get("MemTotal", 0), limit)
         self._disks = [
             f"{root}/sys/block/{name}/stat"

@@ -152,7 +152,7 @@ def _named(failures: Sequence[Failure]) -> str:
 def of_hang(
     end: Verdict, stacks: Sequence[RankStack], step: int, first_ranks: Mapping[int, int]
 ) -> Verdict:
-    """Return the end of a round that hangs with what its ranks do, and the one that is waited for.
+    """Return the end of a round that hangs, with what its ranks do and which is waited for.
 
     Args:
         end: the end, before the stacks are known.

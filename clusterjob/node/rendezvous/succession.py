@@ -129,7 +129,7 @@ def may_move(node: NodeJob) -> bool:
 
 
 def successors(peers: Mapping[int, Peer], own: int) -> tuple[tuple[int, str], ...]:
-    """Return the nodes that may be the next coordinator: the others, then its own; with addresses.
+    """Return the nodes that may be the next coordinator, its own last, with addresses.
 
     Args:
         peers: the agents, by the number of their node.

@@ -160,7 +160,7 @@ def _reader(annotation: Any) -> Callable[[Any], Any]:
     if is_dataclass(kind):
         return functools.partial(read, typing.cast("Any", kind))
     if kind not in _CHECKS:
-        return typing.cast("Any", kind)  # an enumeration
+        return typing.cast("Callable[[Any], Any]", kind)  # an enumeration
     bounds = limit or _LIMITS.get(kind, _MANY)
 
     def checked(value: Any) -> Any:
