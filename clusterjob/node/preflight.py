@@ -378,11 +378,12 @@ def _disk(directory: Path) -> list[float]:
     The file has no name, so nothing is left if this process is killed.
     """
     data = os.urandom(_WRITTEN)  # a disk may compress
-    with tempfile.TemporaryFile(dir=directory, buffering=0) as stream:
+    with tempfile.TemporaryFile(dir=directory) as stream:  # its buffer writes all, or fails
 
         def write() -> None:
             stream.seek(0)
             stream.write(data)
+            stream.flush()
             os.fsync(stream.fileno())
 
         def read() -> None:

@@ -799,19 +799,6 @@ def test_arguments_that_are_not_utf8_are_rendered(local_user: CommandUser) -> No
         local_user("render", *options, local_user.script(""), "\udcff")
 
 
-def test_run_succeeds_after_job_directory_is_moved(local_user: CommandUser) -> None:
-    running = local_user.start("run", "--nodes", "2", local_user.script(WAITER))
-    local_user.wait_for("up0", "up1")
-    moved = Path(local_user.only_job()["job_dir"]).rename(local_user.path("moved"))
-    local_user.path("leave").touch()
-    assert running.wait(TEST_TIMEOUT) == 0
-    assert moved.exists()
-    err = local_user.output_of(running)[1]
-    assert "SUCCEEDED" in err
-    assert "its directory cannot be written" in err
-    assert PACKAGE not in err
-
-
 def test_workers_start_by_exec_with_one_notice_if_import_torch_fails(
     local_user: CommandUser,
 ) -> None:

@@ -132,7 +132,7 @@ def test_job_on_queue_can_be_cancelled(user: User, tmp_path: Path) -> None:
     ran = user.clusterjob("submit", *FLAGS, "wait.py")
     assert ran.code == 0, ran.err
     job = ran.out.split()[-1]
-    wait_until(lambda: "[0] up" in user.clusterjob("logs", job).out, TEST_TIMEOUT)
+    wait_until(lambda: "] up" in user.clusterjob("logs", job).out, TEST_TIMEOUT)
     assert user.clusterjob("cancel", job).code == 0
     assert user.clusterjob("wait", job).code == 143
     assert "CANCELLED" in user.clusterjob("status", job).out

@@ -34,7 +34,7 @@ def make_spec(directory: Path, **fields: object) -> JobSpec:
 
 @pytest.mark.parametrize(
     ("is_default", "nproc", "options"),
-    [(True, 1, ""), (False, 1, "--nproc-per-node 1 "), (False, 4, "--nproc-per-node 4 ")],
+    [(True, 1, ""), (False, 1, "--nproc-per-node=1 "), (False, 4, "--nproc-per-node=4 ")],
 )
 def test_entry_script_sets_nproc_per_node_only_if_user_does(
     tmp_path: Path, is_default: bool, nproc: int, options: str

@@ -15,7 +15,6 @@ from slurm_user import User
 MEET = """
     import json
     from pathlib import Path
-from typing import Any
     import torch
     from clusterjob import bootstrap
 
