@@ -27,9 +27,17 @@ def test_seeds_that_were_red_hold_the_invariants(seed: int) -> None:
     simulation.simulate(seed)
 
 
+# Of mutants that few seeds show, one that did; it is tried first.
+SHOWN = {
+    "any part of a split job goes on": 114,
+    "no wait for workers of lost nodes": 935,
+    "a round begins on busy nodes": 348,
+}
+
+
 @pytest.mark.parametrize("name", simulation.MUTANTS)
 def test_broken_rule_is_caught(name: str) -> None:
-    assert simulation.catch(name, 1000) is not None
+    assert simulation.catch(name, [SHOWN.get(name, 0), *range(1000)]) is not None
 
 
 @pytest.mark.slow

@@ -17,7 +17,7 @@ import itertools
 import random
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -1105,10 +1105,10 @@ def simulate(seed: int) -> Simulation:
     return sim
 
 
-def catch(name: str, count: int) -> int | None:
+def catch(name: str, seeds: Iterable[int]) -> int | None:
     """Return the first of the seeds whose invariants show a mutant; None if no seed does."""
     with mutant(name):
-        for seed in range(count):
+        for seed in seeds:
             try:
                 Simulation(seed).run()
             except (Violation, AssertionError, KeyError, RecursionError):
@@ -1126,7 +1126,7 @@ def main() -> None:
     given = parser.parse_args()
     if given.mutants:
         for name in MUTANTS:
-            print(f"{name}: seed {catch(name, given.first)}")
+            print(f"{name}: seed {catch(name, range(given.first))}")
         return
     states: Counter[str] = Counter()
     bad = 0
