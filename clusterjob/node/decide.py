@@ -55,6 +55,7 @@ _DISK_SECONDS = 0.25  # seconds between two looks at the files of nodes that can
 END_SECONDS = 2.0  # seconds for a node to kill its workers after the end of its lease
 _ANSWER_SECONDS = 3.0  # seconds for nodes to say what missing ranks do
 _UNFINISHED_SECONDS = 10.0  # seconds after the last success until the other ranks are named
+_MOST_LINES = 64  # about missing ranks, to each node that waits for some
 _MOST_NAMED = 8  # ranks of a node whose stacks go to their logs then
 MOST_NODES = 128  # to ask for stacks after a failure: the stop must not wait for thousands
 _COLLECT_SECONDS = 1.9  # seconds for all nodes to send their stacks
@@ -397,7 +398,7 @@ def orders(job: Job, ledger: Ledger, nodes: Mapping[int, Node]) -> Iterator[tupl
     questions = _questions(ledger, nodes)
     gave_up = any(probe.gave_up for probe in questions.values())
     answers = {} if gave_up else _answers(questions, ledger, nodes)
-    found = tuple(line for answer in answers.values() for line in answer.lines)
+    found = tuple(line for answer in answers.values() for line in answer.lines)[:_MOST_LINES]
     for node_rank, node in nodes.items():
         if not node.here:
             continue
@@ -490,10 +491,9 @@ def _questions(ledger: Ledger, nodes: Mapping[int, Node]) -> Mapping[int, Probe]
     here = (nodes[node] for node in ledger.worlds if node in nodes)
     waits = [missing for node in here if (missing := _missing(node, ledger)) is not None]
     gave_up = any(missing.gave_up for missing in waits)
-    if ledger.unfinished and not gave_up:
-        return ledger.unfinished
     by_node = ledger.by_node(rank for missing in waits for rank in missing.ranks) if waits else {}
-    return {node: Probe(tuple(own), gave_up) for node, own in by_node.items()}
+    asked = {node: Probe(tuple(own), gave_up) for node, own in by_node.items()}
+    return asked if gave_up else {**ledger.unfinished, **asked}
 
 
 def _answers(
@@ -861,6 +861,7 @@ class _Step:
             rounds=ledger.rounds,
             first_started=ledger.first_started or self.view.time,
             deadline=deadline,
+            limit_runs=ledger.limit_runs,
             stage=Stage.RUN,
             since=self.now,
             losses=ledger.losses,
@@ -927,7 +928,7 @@ class _Step:
             return cancelled
         gone = [node for node in nodes if self._is_gone(node)]
         if not gone and not self.has_majority():  # the other part of a split job may start a round
-            gone = [node for node in self.view.nodes.values() if self._is_gone(node)]
+            gone = [node for node in self.view.nodes.values() if not node.here]
         if gone:
             losses = [Entry(self.loss_of(node), node.losses[-1].at, exited=True) for node in gone]
             if ledger.warned is not None and root is None:
@@ -944,6 +945,8 @@ class _Step:
                 return self.preempted(f"its workers still ran {after} and were stopped")
             self.wake(ledger.warned.due)
         if ledger.deadline <= now:
+            if root is not None:
+                return Verdict.of_failure(root)
             why = f"the time limit of {options.time_limit:g} s was reached"
             return Verdict(JobState.FAILED, TIMEOUT_EXIT_CODE, reason=why)
         self.wake(ledger.deadline)
@@ -993,12 +996,14 @@ class _Step:
         if complete and not ledger.running:
             self.change(running=True, alive=self.now)
             self.add("running", restart=ledger.restarts)
-            if ledger.round == 0 and options.time_limit is not None:  # it excludes the first import
+            if not ledger.limit_runs and options.time_limit is not None:
                 self.change(deadline=self.now + options.time_limit)
+            self.change(limit_runs=True)
         joined = sum(min(node.state.joined, node.nproc) for node in here)
         formed = sum(min(node.state.formed, node.state.joined, node.nproc) for node in here)
         joined, formed = max(ledger.counts[0], joined), max(ledger.counts[1], formed)
-        counts = (joined, formed, any(node.state.importing for node in here))
+        importing = formed < ledger.world_size and any(node.state.importing for node in here)
+        counts = (joined, formed, importing)
         due = ledger.counted + _COUNT_SECONDS
         if counts == ledger.counts:
             return
@@ -1020,7 +1025,8 @@ class _Step:
         ledger, nodes = self.ledger, self.view.nodes
         questions = _questions(ledger, nodes)
         for node_rank, probed in _answers(questions, ledger, nodes).items():
-            if self.ledger.answers.get(node_rank) != probed:
+            known = self.ledger.answers.get(node_rank)
+            if known is None or known.probe != probed.probe:
                 self.change(answers={**self.ledger.answers, node_rank: probed})
                 self.add("missing", node_rank=node_rank, workers=list(probed.lines))
 

@@ -141,6 +141,17 @@ class Failure:
             kind=kind,
         )
 
+    @classmethod
+    def from_json(cls, data: Any) -> Failure:
+        """Return the failure of a record or a message; a kind of a newer version is CODE.
+
+        Raises:
+            ValueError: a key is missing or has a wrong value.
+        """
+        if isinstance(data, dict) and data.get("kind") not in list(FailureKind):
+            data = {**data, "kind": FailureKind.CODE}
+        return codec.read(cls, data)
+
     @property
     def who(self) -> str:
         """The worker, as ``rank 3 (node 1, local rank 1, host gpu7)``, or the node."""

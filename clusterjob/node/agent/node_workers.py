@@ -343,8 +343,17 @@ class NodeWorkers:
     async def look(self, order: Order, done: Order) -> None:
         """Answer the coordinator's new questions about the stacks of the workers; see `answer`."""
         status, found = self._status, dict[str, Any]()
-        if status is not None and order.probe is not None and order.probe != done.probe:
+        if order.collect and not done.collect:  # first: the coordinator waits 2 s
             stacks: list[RankStack] = await _in_thread([], self._stacks)
+            for stack in stacks:
+                self._send(messages.StackFound(order.round, bounded(stack)))
+            ranks, seconds = [each.rank for each in stacks], _DUMP_SECONDS if order.dumps else 0.0
+            request = self.flight_recorder.request
+            dumps: tuple[str, ...] = await _in_thread((), request, order.round, ranks, seconds)
+            if self.report.state.round == order.round:
+                self.report.set(collected=True, dumps=dumps)
+        if status is not None and order.probe is not None and order.probe != done.probe:
+            stacks = await _in_thread([], self._stacks)
             lines, failures = status.describe(order.probe, stacks)
             if not order.probe.note:
                 found["probed"] = answer_to(order.probe, lines, failures)
@@ -353,14 +362,6 @@ class NodeWorkers:
             if await _in_thread(True, self._progress.sample, self._stacks):
                 self.report.note_alive(time.monotonic())
             found["sampled"] = order.sample
-        if order.collect and not done.collect:
-            stacks = await _in_thread([], self._stacks)
-            for stack in stacks:
-                self._send(messages.StackFound(order.round, bounded(stack)))
-            ranks, seconds = [each.rank for each in stacks], _DUMP_SECONDS if order.dumps else 0.0
-            request = self.flight_recorder.request
-            dumps: tuple[str, ...] = await _in_thread((), request, order.round, ranks, seconds)
-            found |= {"collected": True, "dumps": dumps}
         if found and self.report.state.round == order.round:
             self.report.set(**found)
 
@@ -520,10 +521,10 @@ class NodeWorkers:
             self._importing.add(local_rank)
             return
         self._importing.discard(local_rank)
-        missing = self.report.state.missing
-        if missing is not None and missing.local_rank == local_rank:
-            self.report.set(missing=None)  # it does not wait for those ranks any more
         if message.phase in _FROM_WORKER:
+            missing = self.report.state.missing
+            if missing is not None and missing.local_rank == local_rank:
+                self.report.set(missing=None)  # it does not wait for those ranks any more
             phase = Phase(message.phase)
             # A rank may form more groups.
             self._formed[local_rank] = phase is Phase.RUNNING or self._formed.get(local_rank, False)

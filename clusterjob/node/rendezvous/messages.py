@@ -124,6 +124,7 @@ class Lasting:
         first_started: when the first workers were started, RFC 3339.
         deadline: when the job must end, by the monotonic clock; infinity without a limit. In a
             message, the seconds that were left when it was made.
+        limit_runs: whether the workers of a round have all run, from when the limit counts.
     """
 
     round: Annotated[int, Limit((1 << 24) - 1, minimum=-1)] = -1
@@ -133,6 +134,7 @@ class Lasting:
     rounds: Annotated[tuple[RoundEnd, ...], Limit(256)] = ()
     first_started: Text | None = None
     deadline: float = math.inf
+    limit_runs: bool = False
 
 
 @dataclass(frozen=True)
@@ -229,14 +231,19 @@ def check_sender(message: object, node_rank: int) -> None:
         node_rank: the agent's node.
 
     Raises:
-        MalformedMessageError: a failure or a stack belongs to another node.
+        MalformedMessageError: a failure or a stack belongs to another node, or to an impossible
+            worker.
     """
     failures: list[Failure] = []
     if isinstance(message, StackFound) and message.stack.node_rank != node_rank:
         raise MalformedMessageError(f"a stack of node {message.stack.node_rank}")
     if isinstance(message, NodeState):
         failures = [each.failure for each in (*message.failing, *message.exits)]
+        if any(each.failure.rank is None for each in message.exits):
+            raise MalformedMessageError("an early exit without a rank")
         failures += message.probed.failures if message.probed is not None else ()
     for failure in failures:
         if failure.node_rank != node_rank:
             raise MalformedMessageError(f"a failure of node {failure.node_rank}")
+        if (failure.rank is None) != (failure.local_rank is None):
+            raise MalformedMessageError("a failure with only one of rank and local rank")
