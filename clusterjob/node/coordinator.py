@@ -179,8 +179,9 @@ class Coordinator:
             if changed:
                 at = min(at, max(self._earliest, moment + _GAP_SECONDS))
             moment = time.monotonic()
-        decision = core.decide(self._job, self._ledger, self._view(), moment)
-        self._apply(decision)
+        view = self._view()
+        decision = core.decide(self._job, self._ledger, view, moment)
+        self._apply(decision, view.time)
         # With thousands of nodes, decisions take at most a fifth of the time.
         self._earliest = moment + 5 * (time.monotonic() - moment)
         if decision.asks_slurm:
@@ -214,13 +215,14 @@ class Coordinator:
 
     # -- what follows from a decision --------------------------------------------------------------
 
-    def _apply(self, decision: Decision) -> None:
+    def _apply(self, decision: Decision, decided_at: str) -> None:
         before, self._ledger = self._ledger, decision.ledger
         self._due = decision.due
         for line in decision.lines:
             self._node.print_line(line)
         for name, fields in decision.events:
-            self._events.add(name, **fields)
+            # The verdict has the same times.
+            self._events.add(name, **({"time": decided_at} | fields))
             self._notify(name, fields, before)
             if name == "avoid":
                 ends.avoid(self._job_dir, fields["host"])
@@ -237,7 +239,10 @@ class Coordinator:
         if stopped and self._stacks:
             # After the orders: the stacks of thousands of ranks take a second.
             self._saving = asyncio.get_running_loop().run_in_executor(
-                files.disk, self._save_stacks, self._ledger, self._view()
+                files.disk,
+                self._save_stacks,
+                self._ledger,
+                replace(self._view(), nodes=dict(self._nodes)),  # of this moment
             )
         self._keep_state()
 
