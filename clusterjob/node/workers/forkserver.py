@@ -38,10 +38,10 @@ from clusterjob.node.verdict import FailureKind
 from clusterjob.node.workers import forkserver_messages as messages
 from clusterjob.node.workers import hook, output_drain, preload, torch_patches
 
-# Processes that workers leave behind get SIGTERM, then SIGKILL. In between, multiprocessing's
-# resource tracker frees the shared memory. It ignores SIGTERM and waits until the last process that
-# holds its pipe, such as a DataLoader worker, has ended.
-_LEFTOVERS = ((0.1, signal.SIGTERM), (0.5, signal.SIGKILL))
+# Seconds until processes that workers leave behind get SIGTERM, and SIGKILL. In between,
+# multiprocessing's resource tracker frees the shared memory. It ignores SIGTERM and waits until the
+# last process that holds its pipe, such as a DataLoader worker, has ended.
+_TERMINATE_LEFTOVERS, _KILL_LEFTOVERS = 0.1, 0.5
 # Seconds for a worker to begin its handler of SIGTERM after a failure, or to end after it.
 _EARLY_KILL = 1.0
 _ORPHANED_GRACE = 0.5  # seconds between SIGTERM and SIGKILL when the agent is gone
@@ -560,13 +560,14 @@ class Forkserver:
         while self._store is not None:
             processes.send_signal(self._store, signal.SIGKILL)
             yield
-        empty = time.monotonic()
-        for seconds, number in _LEFTOVERS:
-            while self._below() and time.monotonic() < empty + seconds:
-                yield
-            self._signal(self._below(), number)
+        empty, terminated = time.monotonic(), False
         while left := self._below():
-            self._signal(left, signal.SIGKILL)
+            age = time.monotonic() - empty
+            if age >= _KILL_LEFTOVERS:
+                self._signal(left, signal.SIGKILL)
+            elif age >= _TERMINATE_LEFTOVERS and not terminated:
+                self._signal(left, signal.SIGTERM)
+                terminated = True
             yield
         self._stop = None
         output_drain.flush(self._drain)
