@@ -46,6 +46,7 @@ if TYPE_CHECKING:
 # this agent may forward it.
 _ONE_KEYSTROKE = 0.5
 _RENEW_INTERVAL = 0.5  # seconds
+_QUIET_INTERVAL = 0.3  # seconds between two looks at the workers' output while they write none
 _GONE_SECONDS, _PAUSE = 6.0, 0.02  # seconds for the workers to end before this node joins again
 _END_SECONDS = 2.0  # seconds for the coordinator to close its connections
 # Seconds to look for the coordinator before another node takes its place: if it was killed, as it
@@ -373,11 +374,13 @@ class Agent:
             self._parent.keep(until=heard_at + self._options.lease)
 
     async def _follow_output(self) -> None:
-        loop = asyncio.get_running_loop()
+        loop, pause = asyncio.get_running_loop(), log_files.INTERVAL
         while True:
-            await asyncio.sleep(log_files.INTERVAL)
+            await asyncio.sleep(pause)
             grown = await loop.run_in_executor(files.disk, self._workers.timeline.note)
             self._workers.note_output(grown)
+            # Looks at files that do not grow are most of what an agent costs.
+            pause = log_files.INTERVAL if grown else min(1.5 * pause, _QUIET_INTERVAL)
             if (waits := self._workers.waits_due()) is not None:
                 self._send(waits)
             self._console.show()
