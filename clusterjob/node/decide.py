@@ -864,6 +864,7 @@ class _Step:
             limit_runs=ledger.limit_runs,
             stage=Stage.RUN,
             since=self.now,
+            gone=ledger.gone.difference(here),  # until all know of this round
             losses=ledger.losses,
             started=self.view.time,
             warned=ledger.warned,

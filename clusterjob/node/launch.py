@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import resource
 import secrets
 import shutil
 import socket
@@ -35,6 +36,8 @@ from clusterjob.node.workers.forkserver import Forkserver
 
 if TYPE_CHECKING:
     from clusterjob.node.notifications import Notifier
+
+_OPEN_FILES = 32  # of an agent and its forkserver; node 0 has one connection for each node
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -157,7 +160,7 @@ def _place(finding: Finding, options: LaunchOptions, environ: Mapping[str, str])
     """Return this node's place in the job.
 
     Raises:
-        UsageError: the options leave too few nodes for the workers.
+        UsageError: the options leave too few nodes for the workers, or too few files may be open.
     """
     topology = slurm_env.resolve_master_address(this_node.node_of(finding), environ)
     working = topology.nnodes - options.spares
@@ -166,6 +169,13 @@ def _place(finding: Finding, options: LaunchOptions, environ: Mapping[str, str])
         raise UsageError(
             f"{flag}: nodes left for the workers: {max(0, working)} of {topology.nnodes}",
             f"lower {flag}, or add nodes",
+        )
+    hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]  # negative: no limit
+    needed = _OPEN_FILES + (topology.nnodes if topology.node_rank == 0 else 0)
+    if 0 <= hard < needed:
+        raise UsageError(
+            f"ulimit -n: the hard limit of {hard} open files is too small, needed: {needed}",
+            "raise it with ulimit -Hn, LimitNOFILE= or in /etc/security/limits.conf",
         )
     return topology
 

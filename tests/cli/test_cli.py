@@ -615,6 +615,16 @@ USAGE = {
         "the ssh cluster has no --array",
         "--cluster slurm",
     ),
+    "until done on this machine": (
+        ["submit", "--cluster", "local", "--until-done", "script.py"],
+        "the local cluster has no --until-done: it would not queue the job again",
+        "--max-restarts N starts the workers again",
+    ),
+    "until done on hosts": (
+        ["submit", *SSH, "--until-done", "script.py"],
+        "the ssh cluster has no --until-done: it would not queue the job again",
+        "--max-restarts N starts the workers again",
+    ),
     "script outside of the sent directory": (
         ["submit", *SSH, "--workdir", "folder", "../script.py"],
         "the script '../script.py' is outside of the sent directory",

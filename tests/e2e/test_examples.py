@@ -5,6 +5,7 @@ The tests recompute the results that the examples print.
 
 from __future__ import annotations
 
+import importlib
 import re
 import sys
 from collections.abc import Callable, Mapping
@@ -146,6 +147,7 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     ran = run([*launcher, EXAMPLES / RECIPES, *options], directory)
     check(ran.out, {r"learning rate (\S+)": lambda rate: rate == 0.2, **RECIPE_NUMBERS})
     printed = re.findall(r": loss (\S+), accuracy (\S+),", ran.out)
+    assert len(set(re.findall(r"first sample (\d+)", ran.out))) > 1  # each epoch has its own order
     [_] = (directory / "runs").iterdir()  # only the main process has written
     events = EventAccumulator(str(directory / "runs")).Reload()
     for tag, column in (("loss/train", 0), ("accuracy/held-out", 1)):
@@ -189,6 +191,21 @@ def test_sync_batchnorm_on_cpu_is_ignored_with_warning(tmp_path: Path) -> None:
     assert ran.code == 0, ran.err
     assert ran.err.count("sync_batchnorm has no effect on CPU") == 1
     check(ran.out, RECIPE_NUMBERS)
+
+
+@pytest.mark.slow
+def test_image_folder_has_stable_train_test_split(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(str((EXAMPLES / IMAGES).parent))
+    images = importlib.import_module("images")
+    images.make_images(tmp_path, per_class=10, size=16)
+    train, test = (images.ImageFolder(tmp_path, 8, held_out=flag) for flag in (False, True))
+    assert train.classes == test.classes == ["circles", "squares", "triangles"]
+    assert (len(train), len(test)) == (24, 6)
+    assert not {path for path, _ in train.samples} & {path for path, _ in test.samples}
+    tensor, label = test[0]
+    assert (tuple(tensor.shape), label) == ((3, 8, 8), 0)
 
 
 def test_scripts_page_lists_exactly_the_examples() -> None:

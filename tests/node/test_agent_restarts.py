@@ -127,15 +127,19 @@ def test_killed_store_restarts_the_workers(make_job: MakeJob) -> None:
 
 
 def test_each_kill_of_the_coordinator_costs_one_restart(make_job: MakeJob) -> None:
+    """The verdict about the last one names it."""
     job = make_job()
     job.start(0, *RESTARTS, job.script(ROUNDS))
-    for restart in range(3):
+    for restart in range(4):
         job.wait_for(f"up0.{restart}")
-        os.kill(job.agent_of(0), signal.SIGKILL)
-    job.path("go3").touch()
-    assert job.wait() == [0], job.stderr(job.agents[0])
-    assert (job.result["state"], job.result["restarts"]) == ("SUCCEEDED", 3)
-    assert [each["kind"] for each in job.result["attempts"]] == ["node_lost"] * 3 + [""]
+        agent = job.agent_of(0)
+        os.kill(agent, signal.SIGKILL)
+    assert job.wait() == [1], job.stderr(job.agents[0])
+    assert (job.result["state"], job.result["restarts"]) == ("FAILED", 3)
+    assert [each["kind"] for each in job.result["attempts"]] == ["node_lost"] * 4
+    last = f"the agent of node 0 on {os.uname().nodename} (pid {agent}) was killed by SIGKILL"
+    assert last in job.result["reason"]
+    assert not own_processes()
 
 
 def test_agent_of_node_0_killed_before_the_first_round_costs_no_restart(make_job: MakeJob) -> None:

@@ -94,7 +94,9 @@ def test_nvml_gives_use_memory_power_temperature_clocks_ecc_and_xid(nvml: FakeNv
 
 def test_values_that_a_gpu_lacks_or_has_lost_are_none(nvml: FakeNvml) -> None:
     nvml.set(0, power=-1, ecc=-1, temperature=-1)
+    nvml.set(1, xid=-1)
     reader = Reader(nvml)
+    assert reader.first[1]["xid"] is None, "the driver reports none of this GPU"
     unknown = {name for name, value in reader.first[0].items() if value is None}
     assert unknown == {"power", "ecc", "temperature"}
     nvml.set(0, lost=1)

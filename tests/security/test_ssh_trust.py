@@ -11,8 +11,10 @@ import tempfile
 from pathlib import Path
 
 import pytest
+from commands import CLUSTERJOB
 from ssh_network import SshNetwork, checked_output
 from sshsite import Site, hostname, refusal
+from terminals import Terminal
 
 from clusterjob.core.hosts import Host
 from clusterjob.remote import control_master, ssh_config
@@ -110,7 +112,7 @@ def test_unreadable_file_of_revoked_keys_refuses_every_host(
     assert "cannot" in refusal(pool, "gpu2").message
 
 
-def test_hosts_trust_without_fingerprint_or_terminal_records_no_key(site: Site) -> None:
+def test_hosts_trust_without_fingerprint_records_a_key_on_a_terminal_only(site: Site) -> None:
     ssh_network = site.ssh_network
     ssh_network.known_hosts.write_text("")
     args = ["hosts", "trust", "gpu1", "--set", f"ssh_config={ssh_network.config}"]
@@ -118,6 +120,10 @@ def test_hosts_trust_without_fingerprint_or_terminal_records_no_key(site: Site) 
     assert ssh_network.hosts["gpu1"].fingerprint in err
     assert "--fingerprint" in err
     assert ssh_network.known_hosts.read_text() == ""
+    argv = [*CLUSTERJOB, *args]
+    with Terminal(argv, cwd=site.directory, controlling=True) as terminal:
+        assert terminal.finish() == 0, terminal.shown
+    assert ssh_network.hosts["gpu1"].public_key in ssh_network.known_hosts.read_text()
 
 
 @pytest.mark.parametrize(

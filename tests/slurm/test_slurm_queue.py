@@ -235,6 +235,8 @@ def test_running_job_shows_slurm_id_nodes_and_time(user: User) -> None:
     assert now["seconds"] is not None
     for command in ("status", "list"):
         assert f"job {number} on {hosts}" in user(command).stdout
+    row = user("list", "--columns", "backend_id,hosts,restarts,id").stdout.splitlines()[1]
+    assert row.split() == [number, hosts, "0", job_id]
 
 
 # -- commands ------------------------------------------------------------------------------------

@@ -78,7 +78,7 @@ class FakeNvml:
         self._values: dict[tuple[object, str], int] = {("-", "count"): gpus}
         for gpu in range(gpus):
             self.set(gpu, use=80 + gpu, memory=40 << 30, total=80 << 30, power=350_500)
-            self.set(gpu, temperature=61, sm=1980, mem=2619, ecc=0)
+            self.set(gpu, temperature=61, sm=1980, mem=2619, ecc=0, xid=0)
 
     def set(self, gpu: object, **values: int) -> None:
         """Set values of a GPU, or of the machine if `gpu` is ``-``."""

@@ -140,8 +140,7 @@ int nvmlEventSetCreate(void **set) {
 }
 
 int nvmlDeviceRegisterEvents(void *device, unsigned long long types, void *set) {
-    (void)device;
-    return types == 8 && set == cells ? 0 : NOT_SUPPORTED;
+    return types == 8 && set == cells && of(device, "xid") >= 0 ? 0 : NOT_SUPPORTED;
 }
 
 int nvmlEventSetWait_v2(void *set, struct event *event, unsigned timeout) {

@@ -1245,6 +1245,24 @@ def test_new_coordinator_charges_the_round_once_and_only_with_the_larger_part() 
     assert (cluster.ledger.round, cluster.ledger.nodes) == (1, (1, 2))
 
 
+@pytest.mark.parametrize(("nodes", "left"), [((0, 1), (1,)), ((0, 1, 2, 3), (1, 2))])
+def test_part_without_a_coordinator_that_has_certainly_ended_goes_on(
+    nodes: tuple[int, ...], left: tuple[int, ...]
+) -> None:
+    """The new round runs also before its nodes say that they know it."""
+    lasting = Lasting(round=0, nodes=nodes, groups=(Members(nodes, 0),), first_started="t")
+    cluster = Cluster(len(nodes), max_restarts=1, min_nodes=1, moves=True)
+    cluster.job = replace(cluster.job, own=1)
+    lost = failure(None, node=0, kind=FailureKind.NODE_LOST, message="it was killed")
+    for number in {*nodes}.difference(left):
+        cluster.lose(number)
+    cluster.say(*left, seen=1)
+    cluster.ledger = core.take_over(cluster.job, lasting, lost, cluster.now, frozenset({0}))
+    cluster.wait(13.0)
+    cluster.decide(0.1)
+    assert (cluster.ledger.stage, cluster.ledger.nodes) == (Stage.RUN, left)
+
+
 @pytest.mark.parametrize(
     ("kind", "restarts", "stage", "state"),
     [

@@ -115,7 +115,9 @@ def test_unreadable_record_is_error_with_reason(records: Records, tmp_path: Path
         records.find("bad")
 
 
-def test_records_in_a_file_are_errors_but_an_end_is_returned(tmp_path: Path) -> None:
+def test_records_in_a_file_are_errors_but_an_end_is_returned(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / "file").touch()
     blocked = Records(tmp_path / "file")
     with pytest.raises(RecordError, match="cannot be read: Not a directory"):
@@ -123,6 +125,9 @@ def test_records_in_a_file_are_errors_but_an_end_is_returned(tmp_path: Path) -> 
     with pytest.raises(RecordError, match="cannot be written") as caught:
         blocked.save(record("a-222222"))
     assert "CLUSTERJOB_HOME" in caught.value.hint
+    assert blocked.with_end(record("x"), END).end == END
+    # As on a full disk: the record is there, and cannot be replaced.
+    monkeypatch.setattr(blocked, "read", record)
     assert blocked.with_end(record("x"), END).end == END
 
 

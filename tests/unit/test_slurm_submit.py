@@ -65,9 +65,19 @@ def record(tmp_path: Path, handle: Handle | None = None) -> Record:
     )
 
 
-def test_record_stays_if_sbatch_and_squeue_fail(tmp_path: Path, answers: Any) -> None:
-    asked = answers(1, err="quota")
-    with pytest.raises(SubmitInDoubtError, match=r"it is unknown whether .*: quota"):
+@pytest.mark.parametrize(
+    ("answer", "why"),
+    [
+        ((1, "", "quota"), "quota"),
+        ((1, "Submitted batch job 999999", "quota"), "quota"),
+        ((0, "submitted"), "sbatch printed no job id: 'submitted'"),
+    ],
+)
+def test_record_stays_if_it_is_unknown_whether_slurm_accepted_the_job(
+    tmp_path: Path, answers: Any, answer: tuple[Any, ...], why: str
+) -> None:
+    asked = answers(*answer)
+    with pytest.raises(SubmitInDoubtError, match=rf"it is unknown whether .*: {why}"):
         submit.submit_pieces(Client(), plan(tmp_path))
     assert [argv[0] for argv in asked] == ["sbatch"] + ["squeue"] * submit._SEARCHES
 

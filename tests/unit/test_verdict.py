@@ -368,6 +368,8 @@ def test_library_warnings_are_removed_unless_all_lines_are_warnings() -> None:
         ("RuntimeError: [gloo/transport/tcp/pair.cc:547] Connection closed by peer", "network"),
         ("clusterjob.errors.RanksMissingError: waiting for rank 3", "rendezvous"),
         ("RuntimeError: DataLoader worker (pid 7) is killed by signal: Terminated.", "terminated"),
+        ("RuntimeError: DataLoader worker (pid(s) 7, 8) exited unexpectedly", "terminated"),
+        ("multiprocessing.api.SignalException: Process 7 got signal: 15", "terminated"),
         ("ValueError: boom", "code"),
     ],
 )

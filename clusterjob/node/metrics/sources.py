@@ -300,9 +300,12 @@ class Nvml:
         )
         self._events = self._get(ctypes.c_void_p(), "nvmlEventSetCreate")
         kind = ctypes.c_ulonglong(_EVENT_XID)
-        for handle in self._handles.values():
-            self._call("nvmlDeviceRegisterEvents", handle, kind, self._events)
-        self._xids: dict[int | None, int] = {}  # by handle
+        self._xids: dict[int | None, int] = {  # by handle, of those whose XIDs the driver reports
+            handle.value: 0
+            for handle in self._handles.values()
+            if self._events is not None
+            and self._call("nvmlDeviceRegisterEvents", handle, kind, self._events)
+        }
 
     def read(self) -> GpuState:
         """Return the GPUs and their states."""
@@ -328,7 +331,7 @@ class Nvml:
                 "nvmlDeviceGetTotalEccErrors", handle, _UNCORRECTED, _VOLATILE,
                 kind=ctypes.c_ulonglong,
             ),
-            xid=self._xids.get(handle.value, 0) if self._events is not None else None,
+            xid=self._xids.get(handle.value),
         )  # fmt: skip
 
     def _call(self, name: str, *arguments: Any) -> bool:
