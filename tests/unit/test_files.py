@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import stat
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -76,3 +77,13 @@ def test_missing_json_file_is_read_as_none(tmp_path: Path) -> None:
     assert files.read_json(tmp_path / "nowhere") is None
     (tmp_path / "file").touch()
     assert files.read_json(tmp_path / "file" / "below") is None
+
+
+@pytest.mark.parametrize("make", [os.mkfifo, lambda path: os.symlink("nowhere", path)])
+def test_pipe_or_broken_link_is_no_tree_to_remove(
+    tmp_path: Path, make: Callable[[Path], None]
+) -> None:
+    make(tmp_path / "job")
+    with pytest.raises(NotADirectoryError):
+        files.remove_tree(tmp_path / "job")
+    assert os.path.lexists(tmp_path / "job")

@@ -233,13 +233,16 @@ def remove_tree(path: Path) -> None:
     Raises:
         OSError: it is no directory, cannot be removed, or another file system is mounted in it.
     """
-    if path.is_dir() and not path.is_symlink():  # a link is refused below
-        _let_write(str(path))
-        for folder, folders, _ in os.walk(path):
-            for entry in (os.path.join(folder, name) for name in folders):
-                if os.path.ismount(entry):
-                    raise OSError(errno.EBUSY, "another file system is mounted there", entry)
-                _let_write(entry)
+    if path.is_symlink() or not path.is_dir():  # rmtree would open a pipe and wait
+        if os.path.lexists(path):
+            raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), str(path))
+        return
+    _let_write(str(path))
+    for folder, folders, _ in os.walk(path):
+        for entry in (os.path.join(folder, name) for name in folders):
+            if os.path.ismount(entry):
+                raise OSError(errno.EBUSY, "another file system is mounted there", entry)
+            _let_write(entry)
     shutil.rmtree(path, onerror=_raise_unless_missing)
 
 
