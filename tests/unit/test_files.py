@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import os
 import stat
 from collections.abc import Callable
@@ -87,3 +89,21 @@ def test_pipe_or_broken_link_is_no_tree_to_remove(
     with pytest.raises(NotADirectoryError):
         files.remove_tree(tmp_path / "job")
     assert os.path.lexists(tmp_path / "job")
+
+
+def test_space_is_reserved_where_the_c_library_writes_the_blocks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on NFS: glibc's own posix_fallocate refuses a descriptor with O_APPEND."""
+
+    def fallocate(descriptor: int, offset: int, length: int) -> None:
+        if fcntl.fcntl(descriptor, fcntl.F_GETFL) & os.O_APPEND:
+            raise OSError(errno.EBADF, os.strerror(errno.EBADF))
+        os.pwrite(descriptor, bytes(length), offset)
+
+    monkeypatch.setattr(os, "posix_fallocate", fallocate)
+    for _ in range(2):
+        files.reserve(tmp_path / "result.json")
+    [reserved] = tmp_path.iterdir()
+    assert reserved.stat().st_size == files.RESERVED
+    assert reserved.stat().st_mode & 0o777 == 0o600

@@ -110,8 +110,13 @@ def reserve(path: Path) -> None:
 
     If the disk is full already, nothing is reserved and no error is raised.
     """
-    with contextlib.suppress(OSError), os.fdopen(open_log(_reserve_of(path)), "wb") as stream:
-        os.posix_fallocate(stream.fileno(), 0, RESERVED)
+    # Not with O_APPEND: without fallocate(2), as on NFS, glibc writes the blocks, and refuses it.
+    flags = os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC
+    with (
+        contextlib.suppress(OSError),
+        FileIO(os.open(_reserve_of(path), flags, 0o600), "w") as file,
+    ):
+        os.posix_fallocate(file.fileno(), 0, RESERVED)
 
 
 def write_reserved(path: Path, data: bytes) -> None:
