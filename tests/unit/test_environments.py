@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from clusterjob.node import contract
 from clusterjob.node.contract import World
+from clusterjob.node.environments import this_node
 from clusterjob.node.environments.this_node import detect
 from clusterjob.node.environments.topology import Topology, Worker
 from clusterjob.worker import group
@@ -184,3 +185,9 @@ def test_init_under_another_launcher_leaves_the_output_of_child_processes_buffer
     group.prepare(group.find_rank({}))
     assert "TORCH_NCCL_ASYNC_ERROR_HANDLING" in environ
     assert "PYTHONUNBUFFERED" not in environ
+
+
+def test_node_started_by_a_worker_of_torchrun_has_not_the_id_of_that_torchrun() -> None:
+    assert this_node.job_id("torchrun", TORCHRUN) == "none"
+    assert this_node.job_id("none", {"TORCHELASTIC_RUN_ID": "none"}) == ""
+    assert this_node.job_id("slurm", {"SLURM_JOB_ID": "4", "SLURM_STEP_ID": "2"}) == "slurm-4.2"
