@@ -451,10 +451,12 @@ def _failures(job: Job, ledger: Ledger, view: View, now: float) -> tuple[list[En
     suspects = options.warning is not None and not warned
     for entry in sorted(_reported(ledger, view), key=lambda entry: entry.at):
         failure, due = entry.failure, entry.at + _SUSPECT_SECONDS
-        asked = failure.kind is FailureKind.TERMINATED or failure.exit_code == PREEMPTED_EXIT_CODE
+        # After `requeue`, a handler of the program may replace exit code 75 by an exception.
+        by_kind = failure.kind in (FailureKind.TERMINATED, FailureKind.PREEMPTED)
+        asked = by_kind or failure.exit_code == PREEMPTED_EXIT_CODE
         if entry.at >= ledger.stop_at:
             continue
-        if failure.rank is None:
+        if failure.rank is None and not asked:  # SIGTERM may end torchrun, which has no rank
             counted.append(entry)
         elif warned and (asked or options.warn_signal):
             left = True

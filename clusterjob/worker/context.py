@@ -227,7 +227,9 @@ class Context:
             raise UsageError(f"reduce takes a number or a tensor, not {type(value).__name__}")
         number = int(value) if isinstance(value, numbers.Integral) else float(value)
         values = self._gather(number) if grouped else [number]
-        return math.nan if any(map(math.isnan, values)) else _OPERATIONS[op](values)
+        # Only NaN differs from itself; math.isnan refuses a large int.
+        is_nan = any(each != each for each in values)  # noqa: PLR0124
+        return math.nan if is_nan else _OPERATIONS[op](values)
 
     def print(self, *values: object, **options: Any) -> None:
         """Print on rank 0 only, and flush, so that the line appears at once.
@@ -403,7 +405,9 @@ class Context:
 
         exact = not (value.is_floating_point() or value.is_complex())
         # gloo does not support bool and int16.
-        work_type = torch.int64 if exact else torch.promote_types(value.dtype, torch.float32)
+        work_type = torch.int64 if exact else value.dtype
+        if value.is_floating_point() and value.element_size() < 4:
+            work_type = torch.float32  # promote_types refuses float8
         result_type = value.dtype
         if exact and op == "mean":
             result_type = torch.get_default_dtype()

@@ -128,12 +128,12 @@ def prepare(finding: Finding) -> None:
     threads = worker_variables.thread_defaults(
         os.environ, worker.local_world_size, cpus_per_task=None
     )
-    os.environ.update(
-        threads
-        | worker_variables.quiet_defaults(
-            os.environ, worker.topology.master_addr, nnodes=worker.topology.nnodes
-        )
+    topology = worker.topology
+    quiet = worker_variables.quiet_defaults(
+        os.environ, topology.master_addr, nnodes=topology.nnodes
     )
+    quiet.pop("PYTHONUNBUFFERED", None)  # for child processes, it would only be slow
+    os.environ.update(quiet | threads)
     torch = sys.modules.get("torch")
     if threads and torch is not None:  # torch has read the variable at its import
         torch.set_num_threads(int(threads["OMP_NUM_THREADS"]))

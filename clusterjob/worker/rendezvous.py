@@ -482,8 +482,11 @@ def _enter(store: GroupStore, own: Facts) -> None:
     found = [disagreement(own, Facts.of(store.offer(key, own.data()))) for key in keys]
     answer = next(filter(any, found), ("", ""))
     store.note("joined")
-    # A full count means that no refusal is missing: a refused rank is not counted.
-    if any(answer) or store.count("all joined") == own.world_size:
+    # A full count means that no refusal is missing: a refused rank is not counted. A process that
+    # joins again, such as after Ctrl-C in a notebook, is counted once.
+    if any(answer) or (
+        store.count(f"joined{own.rank}") == 1 and store.count("all joined") == own.world_size
+    ):
         store.offer("go", json.dumps(answer))
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 import pytest
@@ -10,8 +11,10 @@ from hypothesis import strategies as st
 
 from clusterjob.node import contract
 from clusterjob.node.contract import World
+from clusterjob.node.environments import this_node
 from clusterjob.node.environments.this_node import detect
 from clusterjob.node.environments.topology import Topology, Worker
+from clusterjob.worker import group
 
 TORCHRUN = {
     "RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "4", "GROUP_RANK": "1",
@@ -169,3 +172,22 @@ def test_every_rank_is_detected_from_variables_of_its_agent(sizes: list[int], re
             environ |= {contract.JOB_ID: "job", contract.REPORT_FD: "5:77"}
             expected = Worker(topology, first + local_rank, local_rank, total, nproc)
             assert detect(environ).placement == expected
+
+
+def test_init_under_another_launcher_leaves_the_output_of_child_processes_buffered(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    environ = {
+        "RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2",
+        "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "2345",
+    }  # fmt: skip
+    monkeypatch.setattr(os, "environ", environ)
+    group.prepare(group.find_rank({}))
+    assert "TORCH_NCCL_ASYNC_ERROR_HANDLING" in environ
+    assert "PYTHONUNBUFFERED" not in environ
+
+
+def test_node_started_by_a_worker_of_torchrun_has_not_the_id_of_that_torchrun() -> None:
+    assert this_node.job_id("torchrun", TORCHRUN) == "none"
+    assert this_node.job_id("none", {"TORCHELASTIC_RUN_ID": "none"}) == ""
+    assert this_node.job_id("slurm", {"SLURM_JOB_ID": "4", "SLURM_STEP_ID": "2"}) == "slurm-4.2"

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import os
 import stat
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -76,3 +79,31 @@ def test_missing_json_file_is_read_as_none(tmp_path: Path) -> None:
     assert files.read_json(tmp_path / "nowhere") is None
     (tmp_path / "file").touch()
     assert files.read_json(tmp_path / "file" / "below") is None
+
+
+@pytest.mark.parametrize("make", [os.mkfifo, lambda path: os.symlink("nowhere", path)])
+def test_pipe_or_broken_link_is_no_tree_to_remove(
+    tmp_path: Path, make: Callable[[Path], None]
+) -> None:
+    make(tmp_path / "job")
+    with pytest.raises(NotADirectoryError):
+        files.remove_tree(tmp_path / "job")
+    assert os.path.lexists(tmp_path / "job")
+
+
+def test_space_is_reserved_where_the_c_library_writes_the_blocks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on NFS: glibc's own posix_fallocate refuses a descriptor with O_APPEND."""
+
+    def fallocate(descriptor: int, offset: int, length: int) -> None:
+        if fcntl.fcntl(descriptor, fcntl.F_GETFL) & os.O_APPEND:
+            raise OSError(errno.EBADF, os.strerror(errno.EBADF))
+        os.pwrite(descriptor, bytes(length), offset)
+
+    monkeypatch.setattr(os, "posix_fallocate", fallocate)
+    for _ in range(2):
+        files.reserve(tmp_path / "result.json")
+    [reserved] = tmp_path.iterdir()
+    assert reserved.stat().st_size == files.RESERVED
+    assert reserved.stat().st_mode & 0o777 == 0o600

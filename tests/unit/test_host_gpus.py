@@ -146,6 +146,9 @@ def test_pick_of_listed_gpus_refuses_held_and_missing_gpus(smi: FakeSmi) -> None
     with pytest.raises(devices.TooFewGpusError, match="GPU 1 is held by job a"):
         devices.pick("b", "0,1", count=2, environ={})
     devices.release(held)
+    with pytest.raises(devices.TooFewGpusError, match="GPU 1 is held by"):
+        devices.pick("b", "1,GPU-0001", count=2, environ={})
+    devices.release(devices.pick("b", "1", count=1, environ={}))  # nothing keeps its lock
     with pytest.raises(
         devices.TooFewGpusError, match="GPU 7 does not exist; existing GPUs: 0, 1, 2"
     ):

@@ -86,6 +86,7 @@ def test_wrong_host_list_is_refused_in_one_line(text: str) -> None:
         "a[1-9]" + "y" * 300,
         "[" * 100000,
         "a[0-1]" * 1000,
+        "a[0-65535]" + "[000000000000000001]" * 200,
         "x" * (1 << 23),
     ],
 )

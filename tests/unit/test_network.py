@@ -54,6 +54,17 @@ def test_address_towards_remote_host_belongs_to_this_machine() -> None:
     assert interface in [name for _, name in socket.if_nameindex()]
 
 
+def test_interface_is_unknown_where_the_system_refuses_to_list_them(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def refuse(*_: object) -> bytes:
+        raise OSError(errno.ENOTTY, "not Linux")
+
+    monkeypatch.setattr(network, "address_towards", lambda _host: "192.0.2.7")
+    monkeypatch.setattr(network.fcntl, "ioctl", refuse)
+    assert network.interface_towards("192.0.2.1") is None
+
+
 def test_listener_at_address_of_other_machine_uses_all_addresses() -> None:
     """Behind NAT, the address that other nodes use is not an address of this machine."""
     port = free_port()

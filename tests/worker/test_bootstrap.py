@@ -215,6 +215,9 @@ SINGLE_PROCESS = """
             assert ctx.reduce(three, op).tolist() == [3]
         assert type(ctx.reduce(3)) is float and ctx.reduce(three).dtype is torch.float32
         assert ctx.reduce(three, "sum") is not three
+        small = torch.ones(1).to(torch.float8_e5m2)
+        assert (ctx.reduce(small).dtype, ctx.reduce(small).tolist()) == (small.dtype, [1.0])
+        assert backend is not None or ctx.reduce(10**400, "sum") == 10**400
         assert list(ctx.sampler(range(4), shuffle=False)) == [0, 1, 2, 3]
         ctx.barrier()
         ctx.print("alone")

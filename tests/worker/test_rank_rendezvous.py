@@ -540,3 +540,23 @@ def test_rendezvous_of_many_ranks_is_fast(
     ran = preloaded.run([script(tmp_path, SIMULATED), world], tmp_path)
     assert ran.code == 0, ran.err
     assert float(ran.out) < seconds
+
+
+JOINS_AGAIN = """
+    import torch.distributed as dist
+    from clusterjob.worker import rendezvous
+    from clusterjob.worker.rendezvous import GroupStore
+    from clusterjob.node.environments.topology import Topology, Worker
+    store = dist.HashStore()
+    def enter(rank):
+        worker = Worker(Topology(1, 0, 2, "127.0.0.1", 1, "env"), rank, rank, 2, 2)
+        group = GroupStore(store, worker, served=False, number=0)
+        rendezvous._enter(group, rendezvous.Facts(rank, "h", rank, 2, "job", "torch", ""))
+        return group.has("go")
+    print(enter(0), enter(0), enter(1))
+"""
+
+
+def test_process_that_joins_again_is_counted_once(tmp_path: Path, preloaded: Preloaded) -> None:
+    ran = preloaded.run([script(tmp_path, JOINS_AGAIN)], tmp_path)
+    assert ran.out.split() == ["False", "False", "True"], ran.err

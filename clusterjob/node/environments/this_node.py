@@ -277,10 +277,12 @@ def job_id(source: str, environ: Mapping[str, str]) -> str:
         source: the family that gave the rank assignment.
         environ: the environment of the process.
     """
-    step = ""
+    own = ""
     if source == slurm_env.SOURCE:
-        step = f"slurm-{environ.get('SLURM_JOB_ID', '')}.{environ['SLURM_STEP_ID']}"
-    return environ.get(contract.JOB_ID) or step or environ.get("TORCHELASTIC_RUN_ID") or ""
+        own = f"slurm-{environ.get('SLURM_JOB_ID', '')}.{environ['SLURM_STEP_ID']}"
+    elif source == "torchrun":  # not for a node that a torchrun's worker starts
+        own = environ.get("TORCHELASTIC_RUN_ID", "")
+    return environ.get(contract.JOB_ID) or own
 
 
 def supervisor(environ: Mapping[str, str], pid: int) -> tuple[str, int] | None:

@@ -275,7 +275,7 @@ def _take(locks: Locks, gpu: Gpu, job_id: str) -> str:
     Raises:
         OSError: no lock file can be created.
     """
-    taken = locks[gpu.uuid] = []
+    taken = locks.setdefault(gpu.uuid, [])  # a list may name a GPU twice
     for directory in lock_directories():
         path = directory / gpu.uuid.replace("/", "_")
         taken.append(os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600))

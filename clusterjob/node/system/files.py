@@ -110,8 +110,13 @@ def reserve(path: Path) -> None:
 
     If the disk is full already, nothing is reserved and no error is raised.
     """
-    with contextlib.suppress(OSError), os.fdopen(open_log(_reserve_of(path)), "wb") as stream:
-        os.posix_fallocate(stream.fileno(), 0, RESERVED)
+    # Not with O_APPEND: without fallocate(2), as on NFS, glibc writes the blocks, and refuses it.
+    flags = os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC
+    with (
+        contextlib.suppress(OSError),
+        FileIO(os.open(_reserve_of(path), flags, 0o600), "w") as file,
+    ):
+        os.posix_fallocate(file.fileno(), 0, RESERVED)
 
 
 def write_reserved(path: Path, data: bytes) -> None:
@@ -233,13 +238,16 @@ def remove_tree(path: Path) -> None:
     Raises:
         OSError: it is no directory, cannot be removed, or another file system is mounted in it.
     """
-    if path.is_dir() and not path.is_symlink():  # a link is refused below
-        _let_write(str(path))
-        for folder, folders, _ in os.walk(path):
-            for entry in (os.path.join(folder, name) for name in folders):
-                if os.path.ismount(entry):
-                    raise OSError(errno.EBUSY, "another file system is mounted there", entry)
-                _let_write(entry)
+    if path.is_symlink() or not path.is_dir():  # rmtree would open a pipe and wait
+        if os.path.lexists(path):
+            raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), str(path))
+        return
+    _let_write(str(path))
+    for folder, folders, _ in os.walk(path):
+        for entry in (os.path.join(folder, name) for name in folders):
+            if os.path.ismount(entry):
+                raise OSError(errno.EBUSY, "another file system is mounted there", entry)
+            _let_write(entry)
     shutil.rmtree(path, onerror=_raise_unless_missing)
 
 

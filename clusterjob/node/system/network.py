@@ -161,7 +161,11 @@ def interfaces() -> dict[str, str]:
     """
     room = array.array("B", bytes(1 << 16))
     asked = struct.pack("iL", len(room), room.buffer_info()[0])
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+    size = 0  # outside of Linux, or in a sandbox, the request is refused
+    with (
+        contextlib.suppress(OSError),
+        socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe,
+    ):
         size, _ = struct.unpack("iL", fcntl.ioctl(probe, _SIOCGIFCONF, asked))
     found = {}
     for label, address in _IFREQ.iter_unpack(room[:size]):

@@ -10,6 +10,7 @@ from clusterjob.errors import PlacementError
 _MAX_NAMES = 65536  # the limit of Slurm's own tools
 _MAX_NAME = 255  # maximum characters of a host name
 _TOO_MANY = f"it names more than {_MAX_NAMES} hosts"
+_TOO_LONG = f"a name is longer than {_MAX_NAME} characters"
 _ITEM = re.compile(r"(?:[^\s,\[\]]+|\[[^\[\]]*\])+")
 _RANGE = re.compile(r"([0-9]{1,18})(?:-([0-9]{1,18}))?")
 _BRACKET = re.compile(r"\[([^\[\]]*)\]")
@@ -56,11 +57,13 @@ def _expand_name(item: str, most: int) -> list[str]:
     if found := _NOT_IN_A_NAME.search("".join(texts)):
         raise ValueError(f"a host name cannot contain {found[0]!r}")
     if sum(map(len, texts)) + len(brackets) > _MAX_NAME:
-        raise ValueError(f"a name is longer than {_MAX_NAME} characters")
+        raise ValueError(_TOO_LONG)
     names = [first]
     for numbers, text in zip(brackets, texts[1:], strict=True):
         endings = [number + text for number in expand_numbers(numbers, most // len(names))]
         names = [name + ending for name in names for ending in endings]
+        if len(names[0]) > _MAX_NAME:
+            raise ValueError(_TOO_LONG)
     if len(names) > most:
         raise ValueError(_TOO_MANY)
     return names
