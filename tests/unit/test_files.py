@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import os
 import stat
 from pathlib import Path
@@ -50,6 +52,20 @@ def test_failed_write_keeps_old_content_and_leaves_no_temporary_file(
         files.write_atomic(path, b"new")
     assert path.read_bytes() == b"old"
     assert os.listdir(tmp_path) == ["file"]
+
+
+def test_reserve_takes_space_on_a_file_system_without_fallocate(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def write(descriptor: int, offset: int, size: int) -> None:  # glibc: posix_fallocate(3)
+        flags = fcntl.fcntl(descriptor, fcntl.F_GETFL)
+        if flags & os.O_APPEND or flags & os.O_ACCMODE == os.O_WRONLY:
+            raise OSError(errno.EBADF, "Bad file descriptor")
+        os.pwrite(descriptor, bytes(size), offset)
+
+    monkeypatch.setattr(os, "posix_fallocate", write)
+    files.reserve(tmp_path / "result.json")
+    assert files.size_of(tmp_path / ".result.json.reserve") == files.RESERVED
 
 
 @given(json_values)

@@ -110,8 +110,12 @@ def reserve(path: Path) -> None:
 
     If the disk is full already, nothing is reserved and no error is raised.
     """
-    with contextlib.suppress(OSError), os.fdopen(open_log(_reserve_of(path)), "wb") as stream:
-        os.posix_fallocate(stream.fileno(), 0, RESERVED)
+    reserved = _reserve_of(path)
+    with contextlib.suppress(OSError):
+        reserved.touch(0o600)
+        # Not for appending: glibc refuses that on a file system without fallocate, such as NFSv3.
+        with reserved.open("r+b") as stream:
+            os.posix_fallocate(stream.fileno(), 0, RESERVED)
 
 
 def write_reserved(path: Path, data: bytes) -> None:
