@@ -35,8 +35,8 @@ _MAX_EXITS = 8  # maximum ranks with exit code 0 that one message names
 # torchrun prints this block last; a negative exit code in it means a signal.
 _ROOT_CAUSE = re.compile(
     r"Root Cause \(first observed failure\):.*?"
-    r"rank\s*:\s*(?P<rank>\d+) \(local_rank: (?P<local_rank>\d+)\)"
-    r".*?exitcode\s*:\s*(?P<code>-?\d+)",
+    r"rank\s*:\s*(?P<rank>\d{1,7}) \(local_rank: (?P<local_rank>\d{1,7})\)"
+    r".*?exitcode\s*:\s*(?P<code>-?\d{1,3})",
     re.DOTALL,
 )
 _TORCHRUN_OUTPUT = re.compile(r"torch/distributed/elastic/|failed \(exitcode|^=+$|^-+$")
