@@ -202,7 +202,7 @@ class WorkerStatus:
         for rank in probe.ranks:
             local_rank, stack = rank - self.world.first_rank, found.get(rank)
             stderr = self.failures.stderr_of(self.world, local_rank)
-            place, who, last = f"host {host}", "it", log_files.last_lines(stderr)
+            place, who, last = f"host {host}", "it", tuple[str, ...]()
             if self.started is None:
                 text = "was not started: its node still imports torch"
             elif stack is None:
@@ -223,7 +223,8 @@ class WorkerStatus:
                     exit_code=1,
                     signal=None,
                     message=f"the others gave up waiting for {who}: it {text}",
-                    last_lines=last,
+                    # Read without a stack only: the disk may hang.
+                    last_lines=last or log_files.last_lines(stderr),
                     kind=FailureKind.RENDEZVOUS,
                 )
             )
