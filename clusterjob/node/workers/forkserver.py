@@ -364,6 +364,10 @@ class Forkserver:
 
         If that fails, report the error and exit with code 127, as a shell does.
         """
+        # The pid identifies the owner of the descriptor: a child of the worker inherits the
+        # variable, but not the pipe. Without a local rank, torchrun starts the workers.
+        report_fd, local_rank = self._reports.ends[1], variables.get("LOCAL_RANK", "")
+        os.environ[contract.REPORT_FD] = f"{report_fd}:{local_rank}:{os.getpid()}"
         try:
             self._begin_child(forkserver)
             os.setsid()  # as under torchrun: os.killpg(0, ...) of a rank reaches no other rank
@@ -376,10 +380,6 @@ class Forkserver:
             for target, stream in enumerate(streams, 1):
                 os.dup2(stream.fileno(), target)
             os.environ.update(variables)
-            # The pid identifies the owner of the descriptor: a child of the worker inherits the
-            # variable, but not the pipe. Without a local rank, torchrun starts the workers.
-            report_fd, local_rank = self._reports.ends[1], variables.get("LOCAL_RANK", "")
-            os.environ[contract.REPORT_FD] = f"{report_fd}:{local_rank}:{os.getpid()}"
             if argv is None:
                 preload.refresh_after_fork()
                 offer.offer()
