@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import socket
 import sys
 import time
 from collections.abc import Callable
@@ -15,9 +16,26 @@ import pytest
 from launching import ROOT
 from procs import WITH_TORCH, Job
 
+from clusterjob.node.contract import World
+from clusterjob.node.options import LaunchOptions
 from clusterjob.node.program import Program
+from clusterjob.node.stacks import offer
+from clusterjob.node.system import processes
+from clusterjob.node.workers import forkserver_messages as messages
 from clusterjob.node.workers import preload
+from clusterjob.node.workers.forkserver import Forkserver
 
+WORLD = World(
+    0,
+    "127.0.0.1",
+    1234,
+    agent_store=True,
+    node_rank=0,
+    nnodes=1,
+    nproc=1,
+    first_rank=0,
+    world_size=1,
+)
 MakeJob = Callable[..., Job]
 TRAINS = {
     "optimizer": "import torch.optim as optim\n",
@@ -101,6 +119,49 @@ def test_driver_that_keeps_a_killed_process_does_not_keep_the_forkserver(
     os.waitpid(kept[0], 0)
     assert missing.startswith("torch sees 0 of the 1 GPUs")
     assert "(torch has not answered in 0.1 s, driver" in missing
+
+
+def test_forkserver_without_the_promised_gpus_keeps_no_socket_of_the_store(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    near, far = socket.socketpair()
+    options = LaunchOptions(Program("script", "train.py"))
+    server = Forkserver(far, options, tmp_path, "job", attempt=0, node_rank=0, stdin=None)
+    server._no_gpus, server._table = "torch sees no GPU", offer.anonymous_file("table")
+    listener = os.open(os.devnull, os.O_RDONLY)
+    message = messages.StartRound(WORLD, {})
+    socket.send_fds(near, [messages.FROM_AGENT.encode_json(message)], [listener])
+    before = len(os.listdir("/proc/self/fd"))
+    with monkeypatch.context() as patch:
+        patch.setattr(processes, "fork", lambda _: 0)
+        server._handle_message()
+    assert len(os.listdir("/proc/self/fd")) == before
+    assert b"torch sees no GPU" in near.recv(1 << 12)
+    for each in (listener, server._table):
+        os.close(each)
+    near.close()
+    far.close()
+
+
+def test_worker_that_cannot_even_begin_reports_why(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    options = LaunchOptions(Program("script", "train.py"))
+    near, far = socket.socketpair()
+    server = Forkserver(far, options, tmp_path, "job", attempt=0, node_rank=0, stdin=None)
+    server._reports = messages.ReportPipe()
+    monkeypatch.setattr(server, "_begin_child", lambda _: os.close(1 << 20))
+    with open(os.devnull, "wb", buffering=0) as out:
+        become = {"variables": {"LOCAL_RANK": "3"}, "argv": ["train"], "streams": (out, out)}
+        child = processes.fork(lambda: server._become_worker(0, **become, reads=True))
+    assert os.waitpid(child, 0)[1] == 127 << 8
+    [failing] = server._reports.read()
+    assert (failing.local_rank, failing.kind) == (3, "launch")
+    assert failing.message == "cannot start train: Bad file descriptor"
+    for each in (near, far):
+        each.close()
+    for descriptor in server._reports.ends:
+        os.close(descriptor)
 
 
 def test_worker_frees_objects_of_nanobind_at_its_end_as_plain_python_does(

@@ -750,6 +750,8 @@ def test_killed_worker_leaves_all_it_wrote_in_order_even_without_newline(
     assert text[:40] == "text,bytes,descriptor,child,xxxxxxxxxxxx"
     assert text.endswith("xend")
     assert ended.err.splitlines()[0] == "error without newline"
+    if start == "fork":  # `python -u` loses text when a signal interrupts a long write
+        assert len(text) == len("text,bytes,descriptor,child,end") + 9_000_000
 
 
 @pytest.mark.parametrize("kind", ["directory", "zipapp", "bytecode"])

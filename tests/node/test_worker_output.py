@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import signal
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 from procs import TEST_TIMEOUT, Job, wait_until
+
+from clusterjob.node.workers import output_drain
 
 MakeJob = Callable[..., Job]
 
@@ -54,6 +58,24 @@ for number in range(300_000):
     lines = job.log(0, "rank0.out").splitlines()
     assert (lines[0], lines[-1]) == ("0", "299999")
     assert len(set(lines)) == len(lines)  # what is lost has at most the size of a pipe, each time
+
+
+def test_flush_empties_a_pipe_that_is_larger_than_usual(tmp_path: Path) -> None:
+    pid, control = output_drain.start()
+    pipe, write_end = output_drain.open_stream()
+    # 16 pages of 64 KiB, which is the size of each pipe on some machines.
+    fcntl.fcntl(pipe, fcntl.F_SETPIPE_SZ, 1 << 20)
+    os.kill(pid, signal.SIGSTOP)
+    output_drain.add(control, pipe, tmp_path / "out")
+    assert os.write(write_end, b"x" * (1 << 20)) == 1 << 20
+    os.kill(pid, signal.SIGCONT)
+    output_drain.flush(control)
+    size = (tmp_path / "out").stat().st_size
+    for end in (pipe, write_end):
+        os.close(end)
+    control.close()
+    os.waitpid(pid, 0)
+    assert size == 1 << 20
 
 
 def test_last_output_is_kept_when_the_forkserver_is_killed(make_job: MakeJob) -> None:

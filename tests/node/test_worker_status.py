@@ -15,6 +15,7 @@ from launching import MARGIN, waited_seconds
 from procs import TEST_TIMEOUT, WITH_TORCH, Job, wait_until
 
 from clusterjob.node.contract import World
+from clusterjob.node.logs import log_files
 from clusterjob.node.stacks.grouping import Frame, RankStack, ThreadStack
 from clusterjob.node.states import Probe
 from clusterjob.node.system.codec import MalformedMessageError
@@ -113,7 +114,11 @@ WORLD = World(
 )
 
 
-def test_each_worker_that_others_wait_for_is_described(tmp_path: Path) -> None:
+def test_each_worker_that_others_wait_for_is_described(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read = list[Path]()
+    monkeypatch.setattr(log_files, "last_lines", lambda path: read.append(path) or ())
     failures = Failures(1, "gpu1", directory=tmp_path, attempt=0, under_torchrun=False)
     status = WorkerStatus(failures, WORLD)
     probe = Probe((4, 5, 6, 7), gave_up=True)
@@ -135,7 +140,9 @@ def test_each_worker_that_others_wait_for_is_described(tmp_path: Path) -> None:
         )
         for rank, own in frames.items()
     ]
+    read.clear()
     lines, missing = status.describe(probe, stacks)
+    assert [path.stem for path in read] == ["rank4", "rank7"]  # those without a stack
     texts, ran = [line.partition("): ")[2] for line in lines], "has run for 9 s"
     assert texts == [
         "exited with code 0 and never joined the rendezvous",

@@ -12,8 +12,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from clusterjob.node.inside import streams
+from clusterjob.node.inside import program, streams
 from clusterjob.node.inside.streams import FrameError, Stream, Streams
+from clusterjob.node.system import network
 
 
 class Pair:
@@ -66,6 +67,7 @@ def frame(kind: int, number: int, payload: bytes) -> bytes:
 
 
 Ends = tuple[socket.socket, socket.socket]
+HAS_IPV6 = socket.has_ipv6 and network.address_towards("::1") is not None
 
 
 def test_bytes_and_end_arrive_in_order(pair: Pair, ends: Ends) -> None:
@@ -174,6 +176,32 @@ def test_more_bytes_than_the_window_are_refused() -> None:
 def test_longer_frame_than_allowed_is_refused() -> None:
     with pytest.raises(FrameError):
         feeder([]).feed(struct.pack(">BII", streams.DATA, 1, streams.MAX_PAYLOAD + 1))
+
+
+@pytest.mark.parametrize(
+    "address",
+    [
+        "127.0.0.1",
+        pytest.param("::1", marks=pytest.mark.skipif(not HAS_IPV6, reason="no IPv6 here")),
+    ],
+)
+def test_relay_reaches_a_server_on_either_loopback_address(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch, address: str
+) -> None:
+    find = socket.getaddrinfo
+    monkeypatch.setattr(  # as many /etc/hosts
+        socket,
+        "getaddrinfo",
+        lambda host, *more: find("127.0.0.1" if host == "localhost" else host, *more),
+    )
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    with socket.create_server((address, 0), family=family) as server:
+        program._open_connection(pair.near, 7, server.getsockname()[1])
+        server.settimeout(5)
+        server.accept()[0].close()
+    stream = pair.near.streams.pop(7)
+    stream.end_source()
+    stream.end_sink()
 
 
 def test_side_that_never_reads_needs_no_memory(pair: Pair) -> None:

@@ -43,6 +43,23 @@ def texts(lines: list[LogLine]) -> list[str]:
     return [line.text for line in lines]
 
 
+def test_timeline_keeps_files_that_another_thread_adds_while_it_measures(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    node = Node(tmp_path, 0)
+    node.write("rank0.out", "first\n", note=False)
+    measure = log_files.size_of
+
+    def add_file(path: Path) -> int:
+        node.write("rank0.restart1.out", "second\n", note=False)
+        return measure(path)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(log_files, "size_of", add_file)
+        node.timeline.note()
+    assert node.timeline.note() == ["rank0.restart1.out"]
+
+
 # -- names -----------------------------------------------------------------------------------------
 
 

@@ -103,6 +103,11 @@ def test_root_cause_without_output_has_no_lines_of_other_ranks(tmp_path: Path) -
     assert failure_of(tmp_path, text).last_lines == ("terminate called",)
 
 
+def test_forged_exit_code_of_any_length_ends_no_agent(tmp_path: Path) -> None:
+    failure = failure_of(tmp_path, CLOSING.format(code="9" * 40))
+    assert (failure.rank, failure.exit_code) == (3, 999 & 0xFF)
+
+
 @pytest.mark.parametrize(
     "text",
     [None, "", "torchrun: error\n", "Root Cause (first observed failure):\n[0]:\n  rank"],

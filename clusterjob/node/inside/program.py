@@ -162,13 +162,17 @@ def _send_stacks(request: dict[str, Any]) -> None:
 
 def _open_connection(connection: Streams, number: int, port: int) -> None:
     """Connect to a port of this machine and add the stream; reset it on an error."""
-    try:  # a server on "localhost" may listen on either of its addresses
-        sock = socket.create_connection(("localhost", port), _CONNECT_TIMEOUT)
-    except OSError as error:
-        why = f"{port}: {error.strerror or 'timed out'}"
-        connection.send(streams.RESET, number, payload=why.encode())
-    else:
-        streams.add_socket(connection, number, sock)
+    why = ""
+    # Not by the name "localhost": many machines map it to the first address alone.
+    for address in ("127.0.0.1", "::1"):
+        try:
+            sock = socket.create_connection((address, port), _CONNECT_TIMEOUT)
+        except OSError as error:
+            why = why or f"{port}: {error.strerror or 'timed out'}"
+        else:
+            streams.add_socket(connection, number, sock)
+            return
+    connection.send(streams.RESET, number, payload=why.encode())
 
 
 def find(job_id: str, node: int, rank: int | None) -> tuple[RankProcess, int] | dict[str, Any]:

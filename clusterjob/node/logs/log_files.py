@@ -191,10 +191,11 @@ class Timeline:
         An error such as a full disk loses the record: readers then read that part of the files at
         the end.
         """
-        sizes = {name: size_of(self._directory / name) for name in self._sizes}
+        # `follow` may add names meanwhile: an agent calls it in another thread.
+        sizes = {name: size_of(self._directory / name) for name in list(self._sizes)}
         grown = sorted((name for name in sizes if sizes[name] > self._sizes[name]), key=by_start)
         if grown:
-            self._sizes = sizes
+            self._sizes |= sizes
             self.grown_at = time.monotonic()
             moment = time.time()
             text = "".join(f"{moment:.3f} {name} {sizes[name]}\n" for name in grown)

@@ -110,8 +110,8 @@ def reserve(path: Path) -> None:
 
     If the disk is full already, nothing is reserved and no error is raised.
     """
-    # Not with O_APPEND: without fallocate(2), as on NFS, glibc writes the blocks, and refuses it.
-    flags = os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC
+    # Without fallocate(2), as on NFS, glibc reads and writes the blocks, and refuses O_APPEND.
+    flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC
     with (
         contextlib.suppress(OSError),
         FileIO(os.open(_reserve_of(path), flags, 0o600), "w") as file,

@@ -229,12 +229,10 @@ class Forkserver:
         message = messages.FROM_AGENT.decode(json.loads(data))
         match message:
             case messages.StartRound():
-                error = self._no_gpus
-                if not error:
-                    try:
-                        return self._start(message.world, message.variables, descriptors)
-                    except OSError as failed:
-                        error = f"cannot start a worker: {failed}"
+                try:
+                    return self._start(message.world, message.variables, descriptors)
+                except OSError as failed:
+                    error = self._no_gpus or f"cannot start a worker: {failed}"
                 local_rank, now, kind = len(self._running), time.monotonic(), FailureKind.LAUNCH
                 self._send(
                     messages.WorkerFailing(local_rank, now, error, 1, kind.value, started=False)
@@ -273,8 +271,12 @@ class Forkserver:
         directory = log_files.node_directory(self._job_dir, self._node_rank)
         if descriptors:
             place = (os.getpid(), world, descriptors[0], directory / STORE_LOG)
-            self._store = processes.fork(lambda: self._serve_store(*place))
-            os.close(descriptors[0])
+            try:
+                self._store = processes.fork(lambda: self._serve_store(*place))
+            finally:
+                os.close(descriptors[0])
+        if self._no_gpus:
+            raise OSError(self._no_gpus)
         variables |= self._hook
         if options.warning is not None:
             self._warning = WarningPipe()
@@ -362,6 +364,10 @@ class Forkserver:
 
         If that fails, report the error and exit with code 127, as a shell does.
         """
+        # The pid identifies the owner of the descriptor: a child of the worker inherits the
+        # variable, but not the pipe. Without a local rank, torchrun starts the workers.
+        report_fd, local_rank = self._reports.ends[1], variables.get("LOCAL_RANK", "")
+        os.environ[contract.REPORT_FD] = f"{report_fd}:{local_rank}:{os.getpid()}"
         try:
             self._begin_child(forkserver)
             os.setsid()  # as under torchrun: os.killpg(0, ...) of a rank reaches no other rank
@@ -374,10 +380,6 @@ class Forkserver:
             for target, stream in enumerate(streams, 1):
                 os.dup2(stream.fileno(), target)
             os.environ.update(variables)
-            # The pid identifies the owner of the descriptor: a child of the worker inherits the
-            # variable, but not the pipe. Without a local rank, torchrun starts the workers.
-            report_fd, local_rank = self._reports.ends[1], variables.get("LOCAL_RANK", "")
-            os.environ[contract.REPORT_FD] = f"{report_fd}:{local_rank}:{os.getpid()}"
             if argv is None:
                 preload.refresh_after_fork()
                 offer.offer()

@@ -18,7 +18,7 @@ from pathlib import Path
 
 from clusterjob.node.system import files, processes
 
-_PIPE_BYTES = 1 << 16  # of a new pipe (pipe(7))
+_PIPE_BYTES = 1 << 20  # of a new pipe where a page has 64 KiB; usually 64 KiB (pipe(7))
 _FLUSH_SECONDS = 1.0  # an answer may take longer on a disk that hangs
 
 

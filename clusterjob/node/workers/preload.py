@@ -23,6 +23,7 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 from clusterjob.node.system import devices, files, processes
 from clusterjob.node.workers import hook
@@ -161,6 +162,16 @@ def _count_threads() -> int:
     return count
 
 
+class _WriteThrough(io.FileIO):
+    """A file without a buffer; unlike FileIO, a signal during a long write loses nothing."""
+
+    def write(self, data: Any) -> int:
+        left = memoryview(data).cast("B")
+        while left:
+            left = left[super().write(left) or 0 :]
+        return memoryview(data).nbytes
+
+
 def refresh_after_fork() -> None:
     """Give a forked worker the state of a fresh process.
 
@@ -177,7 +188,7 @@ def refresh_after_fork() -> None:
     for stream, descriptor in ((sys.stdout, 1), (sys.stderr, 2)):
         # As `python -u`: the text before a crash is in the log. The same object, because modules of
         # the preload refer to it.
-        raw = io.FileIO(descriptor, "wb", closefd=False)
+        raw = _WriteThrough(descriptor, "wb", closefd=False)
         raw.name = stream.name
         stream.__init__(  # type: ignore[misc]
             raw, encoding=stream.encoding, errors=stream.errors, newline="\n", write_through=True

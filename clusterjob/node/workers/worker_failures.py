@@ -35,8 +35,8 @@ _MAX_EXITS = 8  # maximum ranks with exit code 0 that one message names
 # torchrun prints this block last; a negative exit code in it means a signal.
 _ROOT_CAUSE = re.compile(
     r"Root Cause \(first observed failure\):.*?"
-    r"rank\s*:\s*(?P<rank>\d+) \(local_rank: (?P<local_rank>\d+)\)"
-    r".*?exitcode\s*:\s*(?P<code>-?\d+)",
+    r"rank\s*:\s*(?P<rank>\d{1,7}) \(local_rank: (?P<local_rank>\d{1,7})\)"
+    r".*?exitcode\s*:\s*(?P<code>-?\d{1,3})",
     re.DOTALL,
 )
 _TORCHRUN_OUTPUT = re.compile(r"torch/distributed/elastic/|failed \(exitcode|^=+$|^-+$")
@@ -202,7 +202,7 @@ class WorkerStatus:
         for rank in probe.ranks:
             local_rank, stack = rank - self.world.first_rank, found.get(rank)
             stderr = self.failures.stderr_of(self.world, local_rank)
-            place, who, last = f"host {host}", "it", log_files.last_lines(stderr)
+            place, who, last = f"host {host}", "it", tuple[str, ...]()
             if self.started is None:
                 text = "was not started: its node still imports torch"
             elif stack is None:
@@ -223,7 +223,8 @@ class WorkerStatus:
                     exit_code=1,
                     signal=None,
                     message=f"the others gave up waiting for {who}: it {text}",
-                    last_lines=last,
+                    # Read without a stack only: the disk may hang.
+                    last_lines=last or log_files.last_lines(stderr),
                     kind=FailureKind.RENDEZVOUS,
                 )
             )
