@@ -169,8 +169,6 @@ def _peer(descriptor: str) -> str:
 
     The peer of PMI_FD is the proxy that started this node's processes.
     """
-    import socket
-
     refused = contextlib.suppress(OSError, ValueError, OverflowError)
     with refused, socket.socket(fileno=os.dup(int(descriptor))) as link:
         pid = network.peer_of(link)[0]

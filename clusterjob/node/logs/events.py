@@ -315,10 +315,11 @@ class Straggler:
 def note_straggler(known: dict[int, Straggler], event: Mapping[str, Any]) -> None:
     """Change the stragglers of a job, by rank, as its next event says."""
     kind, rank = event.get("event"), event.get("rank")
-    if kind == STRAGGLING:
-        found = read_straggler(event)
-        if found is not None and len(known) < _MAX_STRAGGLERS:
-            known[found.rank] = found
+    if kind == STRAGGLING and len(known) < _MAX_STRAGGLERS:
+        with contextlib.suppress(ValueError):  # another program wrote the event
+            found = codec.read(Straggler, event)
+            if found.waited_s <= found.step_s and found.step_s:
+                known[found.rank] = replace(found, host=sanitize(found.host))
     elif kind == CAUGHT_UP and type(rank) is int:
         known.pop(rank, None)
     elif kind in ("started", "stop", "ended"):
@@ -332,15 +333,6 @@ def job_stragglers(job_dir: Path) -> tuple[Straggler, ...]:
         if event.get("event") in ("started", STRAGGLING):
             note_straggler(known, event)
     return tuple(known[rank] for rank in sorted(known))
-
-
-def read_straggler(event: Mapping[str, Any]) -> Straggler | None:
-    """Return the straggler of an event `STRAGGLING`; None if the event is malformed."""
-    with contextlib.suppress(ValueError):
-        found = codec.read(Straggler, event)
-        if found.waited_s <= found.step_s and found.step_s:
-            return replace(found, host=sanitize(found.host))
-    return None
 
 
 def straggler_lines(stragglers: Iterable[Straggler]) -> list[str]:

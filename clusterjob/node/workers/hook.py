@@ -38,13 +38,6 @@ import sitecustomize
 _HERE = os.path.dirname(os.path.abspath(__file__))
 _TOP = os.environ.get("CLUSTERJOB_CODE_ORIGIN", "")
 _SNAPSHOT = os.environ.get("CLUSTERJOB_CODE_TREE", "")
-# What is patched when it is imported, and the function of `torch_patches` that does it.
-_PATCHED = {
-    "torch.distributed.distributed_c10d": "patch_groups",
-    "torch.distributed.rendezvous": "patch_stores",
-    "torch": "",  # it takes seconds, which the job's phase shows
-    "signal": "",  # see `_report_sigterm`
-}
 
 
 def write(job_dir: Path, environ: Mapping[str, str]) -> dict[str, str]:
@@ -160,9 +153,9 @@ def patch() -> None:
     if any(getattr(finder, "of_clusterjob", False) for finder in sys.meta_path):
         return
     sys.meta_path.insert(0, _PatchingFinder())
-    for name in _PATCHED:
+    for name, change in _PATCHED.items():
         if name in sys.modules:
-            _patch(sys.modules[name])
+            change(sys.modules[name])
     show = sys.excepthook
 
     def excepthook(kind: Any, error: Any, trace: Any) -> None:
@@ -213,19 +206,10 @@ class _PatchingFinder:
                 if name == "torch":
                     _call("tell", "import")
                 execute(module)
-                _patch(module)
+                _PATCHED[name](module)
 
             spec.loader.exec_module = exec_module
         return spec
-
-
-def _patch(module: ModuleType) -> None:
-    if module.__name__ == "signal":
-        _report_sigterm(module)
-    elif module.__name__ == "torch":
-        _call("tell", "imported")
-    else:
-        _call(_PATCHED[module.__name__], module)
 
 
 def _call(function: str, *arguments: Any, **options: Any) -> None:
@@ -266,3 +250,12 @@ def _report_sigterm(module: Any) -> None:
 
     module.signal = signal
     module.getsignal = lambda signalnum: own(get_handler(signalnum))
+
+
+# What follows the import of each module.
+_PATCHED = {
+    "torch.distributed.distributed_c10d": lambda module: _call("patch_groups", module),
+    "torch.distributed.rendezvous": lambda module: _call("patch_stores", module),
+    "torch": lambda _module: _call("tell", "imported"),  # it takes seconds, which a phase shows
+    "signal": _report_sigterm,
+}

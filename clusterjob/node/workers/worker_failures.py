@@ -232,18 +232,15 @@ class WorkerStatus:
 
 
 def _what_it_does(stack: RankStack, probe: Probe, age: float, log: Path) -> str:
-    """Return what a worker does; write it into its log if the others do not wait any more."""
+    """Return what a worker does; write it into its log if the probe has a note."""
     frames = stack.main_frames
     doing = f"it {grouping.position_text(frames, stack.state)}"
     how = "has not reached bootstrap.init()" if frames else "has not joined the rendezvous"
     if any(frame.function == "init" and frame.file.endswith("bootstrap.py") for frame in frames):
         how = "is inside bootstrap.init()"
     text = f"has run for {age:.0f} s and {how}; {doing}"[:_MAX_TEXT]
-    note = f"{probe.note}; {doing}" if probe.note else ""
-    if probe.gave_up and frames:
-        note = f"the others gave up waiting for this process, which {text}"
-    if note:
-        lines = [note]
+    if probe.note:
+        lines = [f"{probe.note}; {doing}"]
         for thread in stack.threads:
             lines += [f"{thread.name}:", *grouping.frame_lines(thread.frames)]
         files.later(log_files.append, log, lines)
