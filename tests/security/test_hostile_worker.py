@@ -90,7 +90,7 @@ def test_pipe_in_place_of_stacks_file_does_not_block(tmp_path: Path) -> None:
     os.mkfifo(directory / "stacks.json")
 
     def write() -> None:
-        grouping.write_evidence(tmp_path, grouping.Round("j-1", 0, 0, 0), [], why="hang")
+        grouping.write_evidence(directory / "stacks.txt", "j-1", [], why="hang")
 
     writer = threading.Thread(target=write, daemon=True)
     writer.start()

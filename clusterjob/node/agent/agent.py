@@ -11,6 +11,7 @@ import json
 import math
 import os
 import signal
+import socket
 import sys
 import time
 from collections.abc import Coroutine
@@ -34,7 +35,7 @@ from clusterjob.node.rendezvous import messages, succession
 from clusterjob.node.rendezvous.identity import NodeJob
 from clusterjob.node.rendezvous.messages import ConnectionLost, Succession
 from clusterjob.node.rendezvous.succession import Earlier
-from clusterjob.node.states import Measure, Order, OrderWithStore, Stop
+from clusterjob.node.states import Measure, Order, Stop
 from clusterjob.node.system import crashes, files, network, processes
 from clusterjob.node.verdict import CANCELLED_EXIT_CODE, JobState, Verdict
 from clusterjob.node.workers.forkserver_client import ForkserverClient
@@ -193,13 +194,13 @@ class Agent:
             self._report.begin(order.round)
             if order.world is not None:
                 self._renew_lease()  # that of the last coordinator may be over
-                self._workers.start(order)
+                self._workers.start(order, self._store())
         if order.stop is not None and (order.round, order.stop) != (done.round, done.stop):
             self._workers.stop(order.stop)
         if order.warned and not done.warned:
             self._workers.warn()
         if order.measure is not None and done.measure is None:
-            self._measuring = self._start(self._measure(order, order.measure))
+            self._measuring = self._start(self._measure(order.measure))
         elif order.measure is None and self._measuring is not None:
             self._measuring.cancel()
         if order.round == self._report.state.round:
@@ -344,6 +345,10 @@ class Agent:
         elif self._coordinator is not None:
             self._coordinator.membership.receive(self._peer, message)
 
+    def _store(self) -> socket.socket | None:
+        """Return the socket of torch's store if the coordinator is in this process."""
+        return self._coordinator.store if self._coordinator is not None else None
+
     async def _send_states(self) -> None:
         """Send the state of the node whenever it changes."""
         while True:
@@ -458,13 +463,13 @@ class Agent:
 
     # -- the preflight -----------------------------------------------------------------------------
 
-    async def _measure(self, order: Order, wanted: Measure) -> None:
+    async def _measure(self, wanted: Measure) -> None:
         """Measure this node in a process of its own, which ends with this call."""
-        topology = self._node.topology
-        store = order.store if isinstance(order, OrderWithStore) else None
+        topology, store = self._node.topology, self._store()
         directory = log_files.node_directory(self._node.directory, topology.node_rank)
         given = vars(wanted) | {
             "node": topology.node_rank,
+            "start_seconds": self._options.join_timeout,
             "listener": store.fileno() if store is not None else None,
             "directory": os.fspath(directory),
             "parent": os.getpid(),
@@ -498,8 +503,8 @@ class Agent:
                 store.close()
             if process is not None and process.returncode is None:
                 process.kill()
-        if store is not None:  # before the state: the coordinator in this process needs both
-            self._send(messages.PreflightFound(found))
+        if self._coordinator is not None:  # before the state: it needs both
+            self._coordinator.measured = found
         self._report.set(measured=found.get("error", MEASURED)[:300])
 
     # -- the end -----------------------------------------------------------------------------------

@@ -8,6 +8,7 @@ import itertools
 import json
 import math
 import os
+import socket
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -32,7 +33,6 @@ from clusterjob.node.states import (
     Missing,
     NodeState,
     Order,
-    OrderWithStore,
     Probe,
     Probed,
     Stop,
@@ -56,7 +56,6 @@ _LINE = 300  # characters of a line in an answer
 # The fields of a state that a new round does not change.
 _OF_NODE = ("measured", "by_exec", "seen", "request")
 _ALIVE_SECONDS = 1.0  # between two signs of life that are worth a message
-_MAX_PHASES = 64  # phases to record of a rank in one round: a program may form groups in a loop
 _FROM_WORKER = (Phase.RENDEZVOUS, Phase.INIT, Phase.RUNNING)  # the phases that a worker reports
 _OVER = (Phase.STOP, Phase.ENDED)
 _SAMPLE_SECONDS = 1.5  # maximum time for one sample
@@ -206,7 +205,8 @@ class NodeWorkers:
 
     - ``import`` from its start;
     - ``running`` from its first line of output, or from its start if it is no Python program;
-    - ``rendezvous``, ``init``, again ``running`` when it forms a process group (`torch_patches`).
+    - ``rendezvous``, ``init``, again ``running`` when it forms its first process group
+      (`torch_patches`); it may form more of them in a loop.
 
     Args:
         node: the job, as this node sees it.
@@ -244,7 +244,6 @@ class NodeWorkers:
         self.timeline = log_files.Timeline(directory)
         self._phases = PhaseLog(job_dir, node_rank)
         self._ranks: dict[int, Phase] = {}  # the current phase by local rank
-        self._phases_left = 0  # phases of ranks that may still be recorded in this round
         # The local ranks that have begun a process group, and whether it is formed.
         self._formed: dict[int, bool] = {}
         self._importing = set[int]()  # local ranks that import torch now
@@ -259,8 +258,13 @@ class NodeWorkers:
 
     # -- orders of the coordinator -----------------------------------------------------------------
 
-    def start(self, order: Order) -> None:
-        """Start a round of workers, and record the growth of their files."""
+    def start(self, order: Order, store: socket.socket | None = None) -> None:
+        """Start a round of workers, and record the growth of their files.
+
+        Args:
+            order: the round.
+            store: the listening socket for torch's store; None if another node serves it.
+        """
         assert order.world is not None
         world = replace(order.world, gpus=devices.visible_gpus(os.environ))
         pairs = log_files.round_files(
@@ -294,7 +298,6 @@ class NodeWorkers:
             | self.flight_recorder.variables(os.environ, world.restart)
         )
         message = forkserver_messages.StartRound(world, variables)
-        store = order.store if isinstance(order, OrderWithStore) else None
         if self.forkserver.start_round(message, store):
             self._on_started()
 
@@ -369,7 +372,6 @@ class NodeWorkers:
         """Report that the workers have been started."""
         assert self._status is not None
         nproc, is_python = self._status.world.nproc, self._node.options.program.is_python
-        self._phases_left = _MAX_PHASES * nproc
         self.begin_phase(Phase.RUNNING)
         self._ranks = dict.fromkeys(range(nproc), Phase.SETUP)
         for local_rank in self._ranks:
@@ -525,20 +527,18 @@ class NodeWorkers:
             missing = self.report.state.missing
             if missing is not None and missing.local_rank == local_rank:
                 self.report.set(missing=None)  # it does not wait for those ranks any more
-            phase = Phase(message.phase)
-            # A rank may form more groups.
-            self._formed[local_rank] = phase is Phase.RUNNING or self._formed.get(local_rank, False)
-            at = min(max(message.monotonic, status.started or 0.0), time.monotonic())
-            self._begin_rank_phase(local_rank, phase, at=at)
+            if not self._formed.get(local_rank):
+                phase = Phase(message.phase)
+                self._formed[local_rank] = phase is Phase.RUNNING
+                at = min(max(message.monotonic, status.started or 0.0), time.monotonic())
+                self._begin_rank_phase(local_rank, phase, at=at)
 
     def _begin_rank_phase(
         self, local_rank: int, phase: Phase, detail: str = "", at: float | None = None
     ) -> None:
         if self._ranks.get(local_rank, phase) is not phase:
             self._ranks[local_rank] = phase
-            self._phases_left -= 1
-            if self._phases_left >= 0 or phase in _OVER:
-                self.begin_phase(phase, local_rank, at=at, detail=detail)
+            self.begin_phase(phase, local_rank, at=at, detail=detail)
 
     def begin_phase(
         self,
