@@ -12,7 +12,7 @@ import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING
 
 from clusterjob.errors import ClusterJobError, UsageError
 from clusterjob.node import contract
@@ -275,35 +275,28 @@ def _fork_forkserver(
     pid = os.fork()
     if pid == 0:
         agent_end.close()
-        _serve_as_forkserver(
-            Forkserver(
-                forkserver_end,
-                options,
-                job_dir=job_dir,
-                job_id=job.job_id,
-                attempt=job.attempt,
-                node_rank=topology.node_rank,
-                stdin=stdin,
-                agent_parent=parent.pid if options.restarts else None,
-                lease=parent.note if options.restarts else None,
-            )
+        forkserver = Forkserver(
+            forkserver_end,
+            options,
+            job_dir=job_dir,
+            job_id=job.job_id,
+            attempt=job.attempt,
+            node_rank=topology.node_rank,
+            stdin=stdin,
+            agent_parent=parent.pid if options.restarts else None,
+            lease=parent.note if options.restarts else None,
         )
+        if not getattr(sys.flags, "safe_path", False) and sys.path:
+            del sys.path[0]  # the launcher's directory, which `python train.py` does not have
+        gc.disable()
+        if (program := forkserver.serve()) is not None:  # in a forked worker
+            run_as_main(program, torch_patches.fail)
+        os._exit(0)
     forkserver_end.close()
     agent_end.setblocking(False)
     if stdin:  # descriptor 0 may be the user's terminal
         os.close(stdin)
     return pid, agent_end
-
-
-def _serve_as_forkserver(forkserver: Forkserver) -> NoReturn:
-    """Serve as the forkserver; in a forked worker, run the program."""
-    if not getattr(sys.flags, "safe_path", False) and sys.path:
-        del sys.path[0]  # the launcher's directory, which `python train.py` does not have
-    gc.disable()
-    program = forkserver.serve()
-    if program is None:
-        os._exit(0)
-    run_as_main(program, torch_patches.fail)
 
 
 def _identity(

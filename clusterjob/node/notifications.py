@@ -153,7 +153,7 @@ def _send(settings: dict[str, Any], event: Event, timeout: int = 0) -> None:
         try:
             events = events_of_array(event, job_dir, settings["elements"])
         except OSError as error:
-            _say(f"the array's directory cannot be written: {error.strerror}")
+            print(f"the array's directory cannot be written: {error.strerror}", flush=True)
     events = [each for each in events if wanted(each, settings["on"])]
     places = [(f"{url.partition(':')[0]}://", partial(_notify, url)) for url in settings["urls"]]
     places += [("--notify-cmd", partial(_run, command)) for command in settings["commands"]]
@@ -179,11 +179,7 @@ def _deliver(name: str, send: Callable[[Event], str], events: Sequence[Event]) -
             if not error:
                 break
         else:
-            _say(f"{name}: not sent after {len(_PAUSES)} attempts: {error}")
-
-
-def _say(text: str) -> None:
-    print(sanitize(" ".join(text.split())), flush=True)
+            print(short(f"{name}: not sent after {len(_PAUSES)} attempts: {error}"), flush=True)
 
 
 def events_of_array(event: Event, job_dir: Path, elements: int) -> list[Event]:
@@ -242,7 +238,8 @@ def _notify(url: str, event: Event) -> str:
     try:
         import apprise
     except ImportError:
-        _say(f"{sys.executable} has no apprise: pip install apprise there, or use --notify-cmd")
+        hint = "pip install apprise there, or use --notify-cmd"
+        print(f"{sys.executable} has no apprise: {hint}", flush=True)
         return ""  # another attempt would fail too
     known = {name: value for name, value in _ASSET.items() if hasattr(apprise.AppriseAsset, name)}
     service = apprise.Apprise(asset=apprise.AppriseAsset(**known))
@@ -349,9 +346,7 @@ class Notifier:
         """Wait until everything is sent, at most 10 s."""
         import asyncio  # not in the process that sends
 
-        sending = self._sending
-        _, unsent = await asyncio.wait(sending, timeout=_LAST_SEND) if sending else ((), ())
-        if unsent:
+        if self._sending and (await asyncio.wait(self._sending, timeout=_LAST_SEND))[1]:
             self._print_line("notify: the last notification was not sent in time")
 
     def _send(
