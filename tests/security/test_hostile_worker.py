@@ -110,7 +110,7 @@ def test_threads_with_ever_new_names_do_not_fill_the_memory() -> None:
         threads = tuple(ThreadStack(name, frames) for name in names)
         stack = RankStack(0, 0, "h", os.getpid(), state="sleeps", answered=True, threads=threads)
         progress.sample(lambda found=stack: [found])
-    assert len(progress._ranks[0].places) == 10
+    assert len(progress._workers[os.getpid()].places) == 10
 
 
 @pytest.mark.root
