@@ -309,14 +309,13 @@ class Notifier:
         self.pids: set[int] = set()
         self._settings: dict[str, Any] = json.loads(settings)
         self._settings |= {"job_id": job_id, "job_dir": str(job_dir)}
-        self._job_dir = job_dir
         self._print_line = print_line
         self._begun = time.monotonic()
         self._sending: list[asyncio.Task[None]] = []
 
     def attempt_begins(self, attempt: int) -> None:
         """Report that the job runs again, unless the attempt before told that it was preempted."""
-        before = ends.read_result(self._job_dir, attempt - 1) if attempt else None
+        before = ends.read_result(Path(self._settings["job_dir"]), attempt - 1) if attempt else None
         if attempt and not (before is not None and before.state is JobState.PREEMPTED):
             self._send(REQUEUE, state=f"QUEUED AGAIN, attempt {attempt} starts")
 
