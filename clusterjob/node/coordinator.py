@@ -60,7 +60,7 @@ class Coordinator:
     Args:
         node: the job, as the coordinator's node sees it.
         watch: reports the error of a background task.
-        notifier: sends notifications; None without --notify.
+        notifier: sends notifications.
         earlier: the coordinator whose place this one takes; None at the start of a job.
 
     Attributes:
@@ -74,7 +74,7 @@ class Coordinator:
         self,
         node: NodeJob,
         watch: Callable[[asyncio.Task[None]], None],
-        notifier: Notifier | None = None,
+        notifier: Notifier,
         earlier: Earlier | None = None,
     ) -> None:
         topology, options, identity = node.topology, node.options, node.identity
@@ -250,8 +250,6 @@ class Coordinator:
         self._keep_state()
 
     def _notify(self, name: str, fields: dict[str, Any], before: Ledger) -> None:
-        if self._notifier is None:
-            return
         if name == "restart":
             number, most, failure = fields["restart"], fields["most"], before.ending.failure
             self._notifier.restarts(number, most, fields["why"], failure=failure)

@@ -12,7 +12,6 @@ import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from clusterjob.errors import ClusterJobError, UsageError
 from clusterjob.node import contract
@@ -32,9 +31,6 @@ from clusterjob.node.system.sanitize import sanitize
 from clusterjob.node.verdict import JobState, Verdict
 from clusterjob.node.workers import preload, torch_patches
 from clusterjob.node.workers.forkserver import Forkserver
-
-if TYPE_CHECKING:
-    from clusterjob.node.notifications import Notifier
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -131,11 +127,12 @@ def launch(options: LaunchOptions, environ: Mapping[str, str]) -> int:
         )
 
     node = NodeJob(topology, options, job, job_dir, print_line=console.print)
-    notifier = _notifier(notifications, node)
 
     async def live() -> Verdict:
         forkserver = ForkserverClient(forkserver_pid, agent_end, early=early)
-        agent = Agent(node, nproc, forkserver, console=console, parent=parent, notifier=notifier)
+        agent = Agent(
+            node, nproc, forkserver, console=console, parent=parent, notifications=notifications
+        )
         verdict = await agent.run()
         if temporary and not numbered and verdict.state is not JobState.SUCCEEDED:
             console.print(f"logs: {job_dir}")
@@ -201,16 +198,6 @@ def _required_gpus(
     if options.require_gpus is not None:
         return options.require_gpus
     return 0 if options.nproc_per_node == "cpu" else min(nproc, this_node.gpus(finding, environ))
-
-
-def _notifier(settings: str, node: NodeJob) -> Notifier | None:
-    """Return the notifier of a node that may coordinate; None on others or without --notify."""
-    from clusterjob.node.notifications import Notifier
-    from clusterjob.node.rendezvous import succession
-
-    if not settings or (node.topology.node_rank and not succession.may_move(node)):
-        return None
-    return Notifier(settings, node.identity.job_id, node.directory, print_line=node.print_line)
 
 
 def _for_launcher(options: LaunchOptions) -> LaunchOptions:

@@ -42,7 +42,7 @@ from clusterjob.node import contract
 from clusterjob.node.environments import this_node
 from clusterjob.node.logs import ends
 from clusterjob.node.logs.job_dir import ELEMENTS, NOTIFIED
-from clusterjob.node.system import files, private_dirs
+from clusterjob.node.system import files, private_dirs, processes
 from clusterjob.node.system.processes import StderrTail
 from clusterjob.node.system.sanitize import sanitize
 from clusterjob.node.verdict import Failure, JobState, Verdict
@@ -54,6 +54,7 @@ Event = dict[str, Any]
 START, END, FAILURE, REQUEUE = contract.NOTIFY_KINDS
 _IN_ORDER = 5.0  # seconds for which an event waits until the one before is sent
 _LAST_SEND = 10.0  # seconds that a job's last process waits until all events are sent
+_NONE = '{"on": [], "name": "", "cluster": "", "elements": 0}'
 _MAX_RESTARTS = 10  # maximum restarts that an attempt notifies about
 _KINDS = {JobState.FAILED: FAILURE, JobState.LOST: FAILURE, JobState.PREEMPTED: REQUEUE}
 # Not with -m: that would import a file of the working directory with the name of a module. The
@@ -294,7 +295,8 @@ class Notifier:
     """Send notifications through child processes; no call blocks.
 
     Args:
-        settings: the value of CLUSTERJOB_NOTIFICATIONS, as `core.notifications` writes it.
+        settings: the value of CLUSTERJOB_NOTIFICATIONS, as `core.notifications` writes it; empty
+            without --notify, and nothing is sent.
         job_id: the job's id.
         job_dir: the job's directory, as this node sees it.
         print_line: prints one line for the user.
@@ -307,7 +309,7 @@ class Notifier:
         self, settings: str, job_id: str, job_dir: Path, print_line: Callable[[str], None]
     ) -> None:
         self.pids: set[int] = set()
-        self._settings: dict[str, Any] = json.loads(settings)
+        self._settings: dict[str, Any] = json.loads(settings or _NONE)
         self._settings |= {"job_id": job_id, "job_dir": str(job_dir)}
         self._print_line = print_line
         self._begun = time.monotonic()
@@ -342,11 +344,14 @@ class Notifier:
         )
 
     async def close(self) -> None:
-        """Wait until everything is sent, at most 10 s."""
+        """Wait until everything is sent, at most 10 s; then kill all processes below this one."""
         import asyncio  # not in the process that sends
 
-        if self._sending and (await asyncio.wait(self._sending, timeout=_LAST_SEND))[1]:
-            self._print_line("notify: the last notification was not sent in time")
+        if self._sending:
+            _, unsent = await asyncio.wait(self._sending, timeout=_LAST_SEND)
+            if unsent:
+                self._print_line("notify: the last notification was not sent in time")
+            processes.kill_descendants()
 
     def _send(
         self, kind: str, state: str, reason: str = "", failure: Failure | None = None, **facts: Any

@@ -17,7 +17,7 @@ import time
 from collections.abc import Coroutine
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from clusterjob.errors import ClusterJobError, RendezvousError
 from clusterjob.node import preflight
@@ -31,6 +31,7 @@ from clusterjob.node.logs import ends, log_files
 from clusterjob.node.logs.console import Console
 from clusterjob.node.logs.events import Phase, now
 from clusterjob.node.logs.job_dir import PREFLIGHT_LOG
+from clusterjob.node.notifications import Notifier
 from clusterjob.node.rendezvous import messages, succession
 from clusterjob.node.rendezvous.identity import NodeJob
 from clusterjob.node.rendezvous.messages import ConnectionLost, Succession
@@ -39,9 +40,6 @@ from clusterjob.node.states import Measure, Order, Stop
 from clusterjob.node.system import crashes, files, network, processes
 from clusterjob.node.verdict import CANCELLED_EXIT_CODE, JobState, Verdict
 from clusterjob.node.workers.forkserver_client import ForkserverClient
-
-if TYPE_CHECKING:
-    from clusterjob.node.notifications import Notifier
 
 # Seconds in which a second SIGINT belongs to the same Ctrl-C: a command between the terminal and
 # this agent may forward it.
@@ -66,7 +64,7 @@ class Agent:
         forkserver: the forkserver, which was forked before.
         console: prints the agent's messages and the workers' output.
         parent: starts this agent again if it is killed.
-        notifier: sends notifications if the coordinator is here; None without --notify.
+        notifications: the value of CLUSTERJOB_NOTIFICATIONS; empty without --notify.
     """
 
     def __init__(
@@ -76,14 +74,16 @@ class Agent:
         forkserver: ForkserverClient,
         console: Console,
         parent: AgentParent,
-        notifier: Notifier | None = None,
+        notifications: str = "",
     ) -> None:
         self._node = node
         self._node_rank = node.topology.node_rank
         self._options = node.options
         self._forkserver = forkserver
         self._console = console
-        self._notifier = notifier
+        self._notifier = Notifier(
+            notifications, node.identity.job_id, node.directory, print_line=console.print
+        )
         self._parent = parent
         self._supervisor = this_node.supervisor(os.environ, parent.pid)
         self._crashes = crashes.Crashes()
@@ -138,10 +138,9 @@ class Agent:
         self._workers.begin_phase(Phase.IMPORT)
         asyncio.get_running_loop().add_reader(self._forkserver.control, self._receive)
         self._listen()
-        if self._notifier is not None:
-            self._workers.spared = self._notifier.pids
-            if self._node_rank == 0 and first:
-                self._notifier.attempt_begins(self._node.identity.attempt)
+        self._workers.spared = self._notifier.pids
+        if self._node_rank == 0 and first:
+            self._notifier.attempt_begins(self._node.identity.attempt)
         await self._metrics.start()
         following = self._start(self._follow_output())
         self._start(self._send_states())
@@ -154,9 +153,7 @@ class Agent:
         serving.cancel()
         following.cancel()
         await self._end(verdict)
-        if self._notifier is not None:
-            await self._notifier.close()
-            processes.kill_descendants()
+        await self._notifier.close()
         return verdict
 
     async def _serve(self) -> Verdict:
@@ -528,11 +525,10 @@ class Agent:
         """End all processes of this node, and record the end."""
         self._parent.left = 0  # no other agent replaces this one
         coordinates = self._coordinator is not None
-        if self._notifier is not None:
-            # The other nodes go on without a lost one if they are the larger part.
-            ends_here = verdict.state is not JobState.LOST or self._node.topology.nnodes <= 2
-            if coordinates or (self._node_rank == 0 and self._link is None and ends_here):
-                self._notifier.ended(verdict)
+        # The other nodes go on without a lost one if they are the larger part.
+        ends_here = verdict.state is not JobState.LOST or self._node.topology.nnodes <= 2
+        if coordinates or (self._node_rank == 0 and self._link is None and ends_here):
+            self._notifier.ended(verdict)
         self._report.stop()
         await self._forkserver.quit()
         self._workers.flight_recorder.close()
