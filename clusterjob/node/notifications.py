@@ -21,7 +21,6 @@ An event is a dict, as a command gets it:
 
 from __future__ import annotations
 
-import contextlib
 import io
 import json
 import logging
@@ -158,18 +157,19 @@ def _send(settings: dict[str, Any], event: Event, timeout: int = 0) -> None:
     events = [each for each in events if wanted(each, settings["on"])]
     places = [(f"{url.partition(':')[0]}://", partial(_notify, url)) for url in settings["urls"]]
     places += [("--notify-cmd", partial(_run, command)) for command in settings["commands"]]
-    for name, send in places if events else ():
-        if os.fork() == 0:  # a slow place does not delay another one
-            signal.alarm(timeout)
-            _deliver(name, send, events)
-            return
-    with contextlib.suppress(ChildProcessError):
-        while True:
-            os.wait()
+    # A slow place does not delay another one.
+    pids = [
+        processes.fork(partial(_deliver, *place, events, timeout)) for place in places if events
+    ]
+    for pid in pids:
+        os.waitpid(pid, 0)
 
 
-def _deliver(name: str, send: Callable[[Event], str], events: Sequence[Event]) -> None:
+def _deliver(
+    name: str, send: Callable[[Event], str], events: Sequence[Event], timeout: int
+) -> None:
     """Send events to one place, again after an error, which `send` returns."""
+    signal.alarm(timeout)
     for event in events:
         for pause in _PAUSES:
             time.sleep(pause)
