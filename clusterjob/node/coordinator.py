@@ -18,7 +18,7 @@ from clusterjob.node.contract import World
 from clusterjob.node.decide import Decision, Job, Ledger, Loss, Node, Stage, View
 from clusterjob.node.environments import slurm_env, this_node, worker_variables
 from clusterjob.node.environments.topology import Topology, candidate_ports
-from clusterjob.node.logs import ends
+from clusterjob.node.logs import ends, log_files
 from clusterjob.node.logs.events import EventLog, ended_rounds, now
 from clusterjob.node.logs.job_dir import EVENTS, moved_events
 from clusterjob.node.metrics.stragglers import StragglerWatch, Wait
@@ -30,7 +30,7 @@ from clusterjob.node.rendezvous.messages import CoordinatorState, Lasting, Succe
 from clusterjob.node.rendezvous.succession import Earlier
 from clusterjob.node.stacks import grouping
 from clusterjob.node.stacks.grouping import RankStack
-from clusterjob.node.states import Measure, NodeState, OrderWithStore
+from clusterjob.node.states import Measure, NodeState
 from clusterjob.node.system import files, processes
 from clusterjob.node.system.sanitize import sanitize
 from clusterjob.node.verdict import PREEMPTED_EXIT_CODE, Failure, JobState, Verdict, bounded
@@ -60,18 +60,21 @@ class Coordinator:
     Args:
         node: the job, as the coordinator's node sees it.
         watch: reports the error of a background task.
-        notifier: sends notifications; None without --notify.
+        notifier: sends notifications.
         earlier: the coordinator whose place this one takes; None at the start of a job.
 
     Attributes:
         membership: the agents that have joined, the one of this node included.
+        store: the socket of torch's store, of the preflight or of the newest round; this node's
+            agent takes it.
+        measured: what the measuring process of this node has found, as the agent says.
     """
 
     def __init__(
         self,
         node: NodeJob,
         watch: Callable[[asyncio.Task[None]], None],
-        notifier: Notifier | None = None,
+        notifier: Notifier,
         earlier: Earlier | None = None,
     ) -> None:
         topology, options, identity = node.topology, node.options, node.identity
@@ -101,7 +104,7 @@ class Coordinator:
         )
         self._nodes: dict[int, Node] = {}
         self._ledger = Ledger(since=time.monotonic())
-        self._store: socket.socket | None = None  # of the preflight or of the newest round
+        self.store: socket.socket | None = None
         self._stacks: dict[int, RankStack] = {}  # that were collected in the newest round, by rank
         self._stragglers: StragglerWatch | None = None
         self._saving: asyncio.Future[str] | None = None  # of these stacks: the path of the file
@@ -109,7 +112,7 @@ class Coordinator:
         self._kept: tuple[Any, ...] = ()  # what the successors know
         self._began = time.monotonic()
         self._begun = policy.begin_attempt(options, self._job_dir, identity.attempt)
-        self._found: dict[str, Any] = {}  # by the preflight
+        self.measured: dict[str, Any] = {}
         self._due = 0.0  # when to decide if nothing changes
         self._earliest = 0.0  # when to decide after a change
 
@@ -211,7 +214,7 @@ class Coordinator:
             slurm_up=self._slurm_up,
             stalled=self.membership.stalls.recent(self._job.options.lease),
             stacks=[self._stacks[rank] for rank in sorted(self._stacks)],
-            slow={int(node): why for node, why in self._found.get("slow", {}).items()},
+            slow={int(node): why for node, why in self.measured.get("slow", {}).items()},
         )
 
     # -- what follows from a decision --------------------------------------------------------------
@@ -248,8 +251,6 @@ class Coordinator:
         self._keep_state()
 
     def _notify(self, name: str, fields: dict[str, Any], before: Ledger) -> None:
-        if self._notifier is None:
-            return
         if name == "restart":
             number, most, failure = fields["restart"], fields["most"], before.ending.failure
             self._notifier.restarts(number, most, fields["why"], failure=failure)
@@ -258,12 +259,10 @@ class Coordinator:
 
     def _send_orders(self) -> None:
         for node, order in core.orders(self._job, self._ledger, self._nodes):
-            peer, wanted = self._peers[node], order
-            if node == self._job.own and (order.world is not None or order.measure is not None):
-                wanted = OrderWithStore(**vars(order), store=self._store)
-            if peer.order is not wanted and peer.order != wanted:
-                peer.order = wanted
-                peer.send(wanted)
+            peer = self._peers[node]
+            if peer.order is not order and peer.order != order:
+                peer.order = order
+                peer.send(order)
 
     # -- the begin of a round ----------------------------------------------------------------------
 
@@ -272,7 +271,7 @@ class Coordinator:
         ledger = self._ledger
         peers = {node: self._peers[node].hello for node in ledger.worlds}
         store_at = store_address(self._topology, self._peers.values())
-        worlds, self._store = with_store(
+        worlds, self.store = with_store(
             ledger.worlds, peers, self._topology, store_at, job=self._identity
         )
         self._ledger = replace(ledger, worlds=worlds)
@@ -286,15 +285,15 @@ class Coordinator:
 
     def _begin_measuring(self, measure: Measure) -> None:
         address = store_address(self._topology, self._peers.values())
-        self._store = membership.listen(address, [0], alone=self._topology.nnodes == 1)
-        port = int(self._store.getsockname()[1])
+        self.store = membership.listen(address, [0], alone=self._topology.nnodes == 1)
+        port = int(self.store.getsockname()[1])
         self._ledger = replace(self._ledger, measure=replace(measure, address=address, port=port))
         self._node.print_line(f"preflight: measuring {_count(len(measure.nodes))}")
 
     def _report_preflight(self, slow_nodes: Mapping[int, str]) -> None:
         """Print what the preflight has found, and write it into the events."""
         found: dict[str, Any] = {"seconds": 0.0, "findings": [], "columns": [], "rows": {}}
-        found |= self._found
+        found |= self.measured
         names = core.host_names(self._nodes)
         rows = [(names[int(node)], cells) for node, cells in found["rows"].items()]
         table = HeatTable.of(found["columns"], rows)
@@ -332,8 +331,6 @@ class Coordinator:
             if message.by_exec and not self._nodes[node].state.by_exec:
                 self._events.add("exec", node_rank=node, why=message.by_exec)
             self._nodes[node] = self._nodes[node].receive(message, time.monotonic())
-        elif isinstance(message, messages.PreflightFound):  # never on the wire: of its own process
-            self._found = message.result
         elif isinstance(message, messages.RankWaits):
             waits = waits_of(message, self._ledger.worlds.get(node))
             if waits and self._stragglers is not None:
@@ -377,12 +374,13 @@ class Coordinator:
         living = sum(1 for node in ledger.nodes if not nodes[node].state.ended)
         if len(asked) < living:
             why += f" (stacks of {len(asked)} of {living} nodes)"
-        round_ = grouping.Round(job.job_id, job.attempt, ledger.round, node_rank=self._job.own)
+        name = f"stacks{log_files.round_suffix(job.attempt, ledger.round)}.txt"
+        path = log_files.node_directory(self._job_dir, self._job.own) / name
         silent = [each for each in asked if not each.state.collected]
         try:
-            path = grouping.write_evidence(
-                self._job_dir,
-                round_,
+            grouping.write_evidence(
+                path,
+                job.job_id,
                 view.stacks,
                 why=why,
                 silent=[f"node {each.node_rank} on {each.host}" for each in silent],
@@ -391,8 +389,9 @@ class Coordinator:
         except OSError as error:
             self._events.add("evidence", why=why, error=error.strerror)
             return ""
-        self._events.add("evidence", why=why, path=path, ranks=len(view.stacks))
-        return path
+        shown = str(path.relative_to(self._job_dir))
+        self._events.add("evidence", why=why, path=shown, ranks=len(view.stacks))
+        return shown
 
     # -- another coordinator -----------------------------------------------------------------------
 

@@ -751,7 +751,7 @@ class _Step:
         options, nodes = self.job.options, self.view.nodes
         if self.ledger.measure is None:
             chosen = tuple(sorted(self.usable()))
-            measure = Measure("", 0, chosen, start_seconds=options.join_timeout)
+            measure = Measure("", 0, chosen)
             self.add("measuring", nodes=len(chosen))
             self.change(measure=measure, since=self.now)
             return

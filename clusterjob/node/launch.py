@@ -13,7 +13,6 @@ import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, NoReturn
 
 from clusterjob.errors import ClusterJobError, UsageError
 from clusterjob.node import contract
@@ -33,9 +32,6 @@ from clusterjob.node.system.sanitize import sanitize
 from clusterjob.node.verdict import JobState, Verdict
 from clusterjob.node.workers import preload, torch_patches
 from clusterjob.node.workers.forkserver import Forkserver
-
-if TYPE_CHECKING:
-    from clusterjob.node.notifications import Notifier
 
 _OPEN_FILES = 32  # of an agent and its forkserver; node 0 has one connection for each node
 
@@ -134,11 +130,12 @@ def launch(options: LaunchOptions, environ: Mapping[str, str]) -> int:
         )
 
     node = NodeJob(topology, options, job, job_dir, print_line=console.print)
-    notifier = _notifier(notifications, node)
 
     async def live() -> Verdict:
         forkserver = ForkserverClient(forkserver_pid, agent_end, early=early)
-        agent = Agent(node, nproc, forkserver, console=console, parent=parent, notifier=notifier)
+        agent = Agent(
+            node, nproc, forkserver, console=console, parent=parent, notifications=notifications
+        )
         verdict = await agent.run()
         if temporary and not numbered and verdict.state is not JobState.SUCCEEDED:
             console.print(f"logs: {job_dir}")
@@ -213,16 +210,6 @@ def _required_gpus(
     return 0 if options.nproc_per_node == "cpu" else min(nproc, this_node.gpus(finding, environ))
 
 
-def _notifier(settings: str, node: NodeJob) -> Notifier | None:
-    """Return the notifier of a node that may coordinate; None on others or without --notify."""
-    from clusterjob.node.notifications import Notifier
-    from clusterjob.node.rendezvous import succession
-
-    if not settings or (node.topology.node_rank and not succession.may_move(node)):
-        return None
-    return Notifier(settings, node.identity.job_id, node.directory, print_line=node.print_line)
-
-
 def _for_launcher(options: LaunchOptions) -> LaunchOptions:
     """Return the options; for Ray, those of a node whose one worker runs Ray.
 
@@ -285,35 +272,28 @@ def _fork_forkserver(
     pid = os.fork()
     if pid == 0:
         agent_end.close()
-        _serve_as_forkserver(
-            Forkserver(
-                forkserver_end,
-                options,
-                job_dir=job_dir,
-                job_id=job.job_id,
-                attempt=job.attempt,
-                node_rank=topology.node_rank,
-                stdin=stdin,
-                agent_parent=parent.pid if options.restarts else None,
-                lease=parent.note if options.restarts else None,
-            )
+        forkserver = Forkserver(
+            forkserver_end,
+            options,
+            job_dir=job_dir,
+            job_id=job.job_id,
+            attempt=job.attempt,
+            node_rank=topology.node_rank,
+            stdin=stdin,
+            agent_parent=parent.pid if options.restarts else None,
+            lease=parent.note if options.restarts else None,
         )
+        if not getattr(sys.flags, "safe_path", False) and sys.path:
+            del sys.path[0]  # the launcher's directory, which `python train.py` does not have
+        gc.disable()
+        if (program := forkserver.serve()) is not None:  # in a forked worker
+            run_as_main(program, torch_patches.fail)
+        os._exit(0)
     forkserver_end.close()
     agent_end.setblocking(False)
     if stdin:  # descriptor 0 may be the user's terminal
         os.close(stdin)
     return pid, agent_end
-
-
-def _serve_as_forkserver(forkserver: Forkserver) -> NoReturn:
-    """Serve as the forkserver; in a forked worker, run the program."""
-    if not getattr(sys.flags, "safe_path", False) and sys.path:
-        del sys.path[0]  # the launcher's directory, which `python train.py` does not have
-    gc.disable()
-    program = forkserver.serve()
-    if program is None:
-        os._exit(0)
-    run_as_main(program, torch_patches.fail)
 
 
 def _identity(

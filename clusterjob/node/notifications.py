@@ -21,7 +21,6 @@ An event is a dict, as a command gets it:
 
 from __future__ import annotations
 
-import contextlib
 import io
 import json
 import logging
@@ -42,7 +41,7 @@ from clusterjob.node import contract
 from clusterjob.node.environments import this_node
 from clusterjob.node.logs import ends
 from clusterjob.node.logs.job_dir import ELEMENTS, NOTIFIED
-from clusterjob.node.system import files, private_dirs
+from clusterjob.node.system import files, private_dirs, processes
 from clusterjob.node.system.processes import StderrTail
 from clusterjob.node.system.sanitize import sanitize
 from clusterjob.node.verdict import Failure, JobState, Verdict
@@ -54,6 +53,7 @@ Event = dict[str, Any]
 START, END, FAILURE, REQUEUE = contract.NOTIFY_KINDS
 _IN_ORDER = 5.0  # seconds for which an event waits until the one before is sent
 _LAST_SEND = 10.0  # seconds that a job's last process waits until all events are sent
+_NONE = '{"on": [], "name": "", "cluster": "", "elements": 0}'
 _MAX_RESTARTS = 10  # maximum restarts that an attempt notifies about
 _KINDS = {JobState.FAILED: FAILURE, JobState.LOST: FAILURE, JobState.PREEMPTED: REQUEUE}
 # Not with -m: that would import a file of the working directory with the name of a module. The
@@ -153,22 +153,23 @@ def _send(settings: dict[str, Any], event: Event, timeout: int = 0) -> None:
         try:
             events = events_of_array(event, job_dir, settings["elements"])
         except OSError as error:
-            _say(f"the array's directory cannot be written: {error.strerror}")
+            print(f"the array's directory cannot be written: {error.strerror}", flush=True)
     events = [each for each in events if wanted(each, settings["on"])]
     places = [(f"{url.partition(':')[0]}://", partial(_notify, url)) for url in settings["urls"]]
     places += [("--notify-cmd", partial(_run, command)) for command in settings["commands"]]
-    for name, send in places if events else ():
-        if os.fork() == 0:  # a slow place does not delay another one
-            signal.alarm(timeout)
-            _deliver(name, send, events)
-            return
-    with contextlib.suppress(ChildProcessError):
-        while True:
-            os.wait()
+    # A slow place does not delay another one.
+    pids = [
+        processes.fork(partial(_deliver, *place, events, timeout)) for place in places if events
+    ]
+    for pid in pids:
+        os.waitpid(pid, 0)
 
 
-def _deliver(name: str, send: Callable[[Event], str], events: Sequence[Event]) -> None:
+def _deliver(
+    name: str, send: Callable[[Event], str], events: Sequence[Event], timeout: int
+) -> None:
     """Send events to one place, again after an error, which `send` returns."""
+    signal.alarm(timeout)
     for event in events:
         for pause in _PAUSES:
             time.sleep(pause)
@@ -179,11 +180,7 @@ def _deliver(name: str, send: Callable[[Event], str], events: Sequence[Event]) -
             if not error:
                 break
         else:
-            _say(f"{name}: not sent after {len(_PAUSES)} attempts: {error}")
-
-
-def _say(text: str) -> None:
-    print(sanitize(" ".join(text.split())), flush=True)
+            print(short(f"{name}: not sent after {len(_PAUSES)} attempts: {error}"), flush=True)
 
 
 def events_of_array(event: Event, job_dir: Path, elements: int) -> list[Event]:
@@ -242,7 +239,8 @@ def _notify(url: str, event: Event) -> str:
     try:
         import apprise
     except ImportError:
-        _say(f"{sys.executable} has no apprise: pip install apprise there, or use --notify-cmd")
+        hint = "pip install apprise there, or use --notify-cmd"
+        print(f"{sys.executable} has no apprise: {hint}", flush=True)
         return ""  # another attempt would fail too
     known = {name: value for name, value in _ASSET.items() if hasattr(apprise.AppriseAsset, name)}
     service = apprise.Apprise(asset=apprise.AppriseAsset(**known))
@@ -297,7 +295,8 @@ class Notifier:
     """Send notifications through child processes; no call blocks.
 
     Args:
-        settings: the value of CLUSTERJOB_NOTIFICATIONS, as `core.notifications` writes it.
+        settings: the value of CLUSTERJOB_NOTIFICATIONS, as `core.notifications` writes it; empty
+            without --notify, and nothing is sent.
         job_id: the job's id.
         job_dir: the job's directory, as this node sees it.
         print_line: prints one line for the user.
@@ -310,16 +309,15 @@ class Notifier:
         self, settings: str, job_id: str, job_dir: Path, print_line: Callable[[str], None]
     ) -> None:
         self.pids: set[int] = set()
-        self._settings: dict[str, Any] = json.loads(settings)
+        self._settings: dict[str, Any] = json.loads(settings or _NONE)
         self._settings |= {"job_id": job_id, "job_dir": str(job_dir)}
-        self._job_dir = job_dir
         self._print_line = print_line
         self._begun = time.monotonic()
         self._sending: list[asyncio.Task[None]] = []
 
     def attempt_begins(self, attempt: int) -> None:
         """Report that the job runs again, unless the attempt before told that it was preempted."""
-        before = ends.read_result(self._job_dir, attempt - 1) if attempt else None
+        before = ends.read_result(Path(self._settings["job_dir"]), attempt - 1) if attempt else None
         if attempt and not (before is not None and before.state is JobState.PREEMPTED):
             self._send(REQUEUE, state=f"QUEUED AGAIN, attempt {attempt} starts")
 
@@ -346,13 +344,14 @@ class Notifier:
         )
 
     async def close(self) -> None:
-        """Wait until everything is sent, at most 10 s."""
+        """Wait until everything is sent, at most 10 s; then kill all processes below this one."""
         import asyncio  # not in the process that sends
 
-        sending = self._sending
-        _, unsent = await asyncio.wait(sending, timeout=_LAST_SEND) if sending else ((), ())
-        if unsent:
-            self._print_line("notify: the last notification was not sent in time")
+        if self._sending:
+            _, unsent = await asyncio.wait(self._sending, timeout=_LAST_SEND)
+            if unsent:
+                self._print_line("notify: the last notification was not sent in time")
+            processes.kill_descendants()
 
     def _send(
         self, kind: str, state: str, reason: str = "", failure: Failure | None = None, **facts: Any

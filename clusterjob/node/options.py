@@ -313,14 +313,11 @@ class LaunchOptions:
         """Return the arguments that `parse` turns into these options, without the defaults."""
         words: list[str] = []
         for each in fields(self):
-            name, value = each.name, getattr(self, each.name)
-            if name in ("program", "placement") or value == getattr(LaunchOptions, name):
-                continue
-            flag = f"--{name.replace('_', '-')}"
-            if isinstance(value, bool):
-                words.append(flag if value else f"--no-{flag[2:]}")
-            else:
-                words.append(f"{flag}={','.join(value) if isinstance(value, tuple) else value}")
+            name, value = each.name.replace("_", "-"), getattr(self, each.name)
+            if each.metadata and isinstance(value, bool) and value != each.default:
+                words.append(f"--{name}" if value else f"--no-{name}")
+            elif each.metadata and value != each.default:
+                words.append(f"--{name}={','.join(value) if isinstance(value, tuple) else value}")
         return words + self.program.launch_arguments()
 
 

@@ -10,6 +10,7 @@ The best value of a node counts: load that comes and goes makes values smaller, 
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import math
 import os
@@ -17,7 +18,7 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from datetime import timedelta
@@ -103,8 +104,11 @@ class HeatTable:
             found = codec.read(cls, data)
         except MalformedMessageError:
             return cls()
-        columns = tuple((_name(name), _name(unit), n) for name, unit, n in found.columns)
-        rows = tuple((_name(host), cells) for host, cells in found.rows)
+        rows = tuple((sanitize(host)[:_MAX_NAME], cells) for host, cells in found.rows)
+        columns = tuple(
+            (sanitize(name)[:_MAX_NAME], sanitize(unit)[:_MAX_NAME], median)
+            for name, unit, median in found.columns
+        )
         return cls(columns, rows, max(len(rows), found.hosts))
 
 
@@ -134,10 +138,6 @@ def _smallest(rows: Sequence[Row], most: int) -> Sequence[Row]:
 
 def _cell(cell: float | None) -> str:
     return "-" if cell is None else f"{cell:.2f} {_BLOCKS[level_of(cell)]}"
-
-
-def _name(text: str) -> str:
-    return sanitize(text)[:_MAX_NAME]
 
 
 # -- comparison: pure functions --------------------------------------------------------------------
@@ -243,26 +243,24 @@ def _meet(given: Mapping[str, Any]) -> dict[str, Any]:
         timeout=timedelta(seconds=given["start_seconds"] + SECONDS),
         wait_for_workers=False,
     )
+    store.set(f"started{given['node']}", "true")
     if compares:
         return _compare_all(store, given)
     with contextlib.suppress(RuntimeError):  # the store has ended, and its process with it
-        store.set(f"started{given['node']}", "true")
         _measure(store, given, json.loads(store.get("nodes")))
     return {}
 
 
 def _compare_all(store: Any, given: Mapping[str, Any]) -> dict[str, Any]:
     """Let all processes begin at once; return what they have found."""
-    nodes, slow, answers = list[int](), dict[int, str](), dict[int, Answer]()
+    slow, answers = dict[int, str](), dict[int, Answer]()
     until = time.monotonic() + given["start_seconds"]
-    store.set(f"started{given['node']}", "true")
     for node in given["nodes"]:
         try:
             _get(store, f"started{node}", until)
-            nodes.append(node)
         except RuntimeError:
             slow[node] = "the measuring process has not started"
-    begin = time.monotonic()
+    begin, nodes = time.monotonic(), [node for node in given["nodes"] if node not in slow]
     store.set("nodes", json.dumps(nodes))
     _measure(store, given, nodes)
     for node in nodes:
@@ -282,8 +280,14 @@ def _measure(store: Any, given: Mapping[str, Any], nodes: list[int]) -> None:
     until, best = time.monotonic() + _BEGIN_SECONDS, dict[str, tuple[float, str]]()
     for number in range(_TIMES if node in nodes else 0):
         group = PrefixStore(f"group{number}", store)
-        for probe in PROBES:
-            for name, amount, note in _measured(probe, nodes, node, until, group, directory):
+        probes: dict[str, Callable[[], list[list[float]]]] = {
+            CPU: _cpu,
+            GPU: _gpus,
+            DISK: functools.partial(_disk, directory),
+            PAIR: functools.partial(_pairs, nodes, node, until, group),
+        }
+        for probe, do in probes.items():
+            for name, amount, note in _measured(probe, do) if time.monotonic() < until else ():
                 best[name] = max(best.get(name, (0.0, "")), (amount, note))
     amounts = [(name, *own) for name, own in best.items()]
     store.set(f"answer{node}", json.dumps({"amounts": amounts}))
@@ -303,38 +307,34 @@ def _get(store: Any, key: str, until: float) -> Any:
 # -- measures --------------------------------------------------------------------------------------
 
 
-def _measured(
-    probe: str, nodes: Sequence[int], node: int, until: float, store: Any, directory: Path
-) -> list[tuple[str, float, str]]:
-    """Return the measures of a probe as in `Answer`; nothing without a GPU, or without time."""
+def _measured(probe: str, do: Callable[[], list[list[float]]]) -> Iterator[tuple[str, float, str]]:
+    """Yield the measures of a probe as in `Answer`; nothing without a device.
+
+    Args:
+        probe: the probe.
+        do: returns its amounts, in a row for each device.
+    """
     names = [name for name, (of, _) in MEASURES.items() if of == probe]
     try:
-        rows = _amounts(probe, nodes, node, until, store, directory)
+        rows = do()
     except Exception as error:
         text = getattr(error, "strerror", None) or str(error) or type(error).__name__
-        return [(name, 0.0, text.strip().partition("\n")[0]) for name in names]
-    found = list[tuple[str, float, str]]()
-    for name, amounts in zip(names, zip(*rows, strict=True), strict=False):
-        least = min(amounts)
-        found.append((name, least, f"GPU {amounts.index(least)}" if len(rows) > 1 else ""))
-    return found
+        yield from ((name, 0.0, text.strip().partition("\n")[0]) for name in names)
+    else:
+        for name, amounts in zip(names, zip(*rows, strict=True), strict=False):
+            least = min(amounts)
+            yield name, least, f"GPU {amounts.index(least)}" if len(rows) > 1 else ""
 
 
-def _amounts(
-    probe: str, nodes: Sequence[int], node: int, until: float, store: Any, directory: Path
-) -> list[list[float]]:
-    """Return the amounts of a probe in a row for each device; no row if there is nothing to do."""
+def _cpu() -> list[list[float]]:
     import torch
 
-    if time.monotonic() > until:
-        return []
-    if probe == CPU:
-        torch.set_num_threads(devices.usable_cores())
-        return [_compute("cpu", _MATRIX, torch.float32, _COPIED)]
-    if probe == DISK:
-        return [_disk(directory)]
-    if probe == PAIR:
-        return _pairs(nodes, node, until, store)
+    torch.set_num_threads(devices.usable_cores())
+    return [_compute("cpu", _MATRIX, torch.float32, _COPIED)]
+
+
+def _gpus() -> list[list[float]]:
+    import torch
 
     def compute(index: int) -> list[float]:
         return _compute(f"cuda:{index}", _GPU_MATRIX, torch.float16, _GPU_COPIED)
@@ -372,7 +372,7 @@ def _compute(device: str, rows: int, dtype: Any, copied: int) -> list[float]:
     return [speed, _rate(2e-9 * copied, copy, _MEASURE_SECONDS / 2)]
 
 
-def _disk(directory: Path) -> list[float]:
+def _disk(directory: Path) -> list[list[float]]:
     """Return the MB/s of writing a file to the disk and of reading it again.
 
     The file has no name, so nothing is left if this process is killed.
@@ -392,10 +392,8 @@ def _disk(directory: Path) -> list[float]:
             stream.seek(0)
             stream.read()
 
-        return [
-            _rate(_WRITTEN / 1e6, write, _MEASURE_SECONDS),
-            _rate(_WRITTEN / 1e6, read, _MEASURE_SECONDS / 2),
-        ]
+        written = _rate(_WRITTEN / 1e6, write, _MEASURE_SECONDS)
+        return [[written, _rate(_WRITTEN / 1e6, read, _MEASURE_SECONDS / 2)]]
 
 
 def _pairs(nodes: Sequence[int], node: int, until: float, store: Any) -> list[list[float]]:
@@ -441,7 +439,3 @@ def _all_reduce(pair: Sequence[int], node: int, store: Any, number: int) -> floa
         with contextlib.suppress(Exception):  # the error of the measure counts
             distributed.destroy_process_group()
     return size / max(statistics.median(times[1:]), 1e-6) / 1e9  # the first one connects
-
-
-if __name__ == "__main__":
-    main()

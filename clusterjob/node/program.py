@@ -75,9 +75,8 @@ class Program:
         Args:
             python: path of the interpreter for a script or a module.
         """
-        if self.kind == "command":
-            return [self.target, *self.args]
-        return [python, *(["-m"] if self.kind == "module" else []), self.target, *self.args]
+        before = {"script": [python], "module": [python, "-m"], "command": []}[self.kind]
+        return [*before, self.target, *self.args]
 
     @property
     def file(self) -> Path:

@@ -7,7 +7,6 @@ connection loses no event.
 
 from __future__ import annotations
 
-import socket
 from dataclasses import dataclass
 from typing import Annotated
 
@@ -167,13 +166,11 @@ class Measure:
     Attributes:
         address, port: the store in which the measuring processes meet.
         nodes: the nodes that measure.
-        start_seconds: how long to wait for the processes of the other nodes.
     """
 
     address: Text
     port: Number
     nodes: Annotated[tuple[Number, ...], Limit(1 << 14)]
-    start_seconds: float
 
 
 @dataclass(frozen=True)
@@ -205,10 +202,3 @@ class Order:
     collect: bool = False
     dumps: bool = False
     measure: Measure | None = None
-
-
-@dataclass(frozen=True)
-class OrderWithStore(Order):
-    """The order for the agent in the coordinator's process, with the socket of torch's store."""
-
-    store: socket.socket | None = None

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import os
 import shutil
-import signal
 import socket
 import subprocess
 import sys
@@ -135,35 +134,6 @@ time.sleep(1000)
         total += workers.sample()[5].cpu / 100 * (now - at)
         at = now
     assert 0.9 <= total < 2.0, (total, first)
-
-
-def test_orphan_of_a_worker_stays_its_own(running: Processes, tmp_path: Path) -> None:
-    parent = running.start(
-        f"""
-import os, subprocess, sys, time
-middle = subprocess.Popen([sys.executable, "-S", "-c", '''
-import subprocess, sys
-orphan = subprocess.Popen(
-    [sys.executable, "-S", "-c", "data = bytearray(100 << 20); import time; time.sleep(1000)"],
-    stdout=subprocess.DEVNULL,
-)
-print(orphan.pid, file=open("orphan", "w"), flush=True)
-sys.stdin.read(1)
-'''], stdin=subprocess.PIPE, cwd={str(tmp_path)!r})
-{UP}
-while not os.path.exists({str(tmp_path / "sampled")!r}):
-    time.sleep(0.05)
-middle.stdin.close()
-middle.wait()
-time.sleep(1000)
-"""
-    )
-    workers = Measured(lambda: {parent: 0})
-    wait_until(lambda: workers.sample()[0].threads == 3, TEST_TIMEOUT)
-    (tmp_path / "sampled").touch()
-    wait_until(lambda: workers.sample()[0].threads == 2, TEST_TIMEOUT)  # the middle one has ended
-    wait_until(lambda: workers.sample()[0].rss > 100 << 20, TEST_TIMEOUT)
-    os.kill(int((tmp_path / "orphan").read_text()), signal.SIGKILL)
 
 
 def test_restart_of_a_worker_begins_new_counts(running: Processes) -> None:

@@ -98,7 +98,7 @@ def test_command_runs_from_its_start(make_job: MakeJob) -> None:
     assert names(phases_of(job, 0)) == ["running", "ended"]
 
 
-def test_forged_phases_are_ignored_and_bounded(make_job: MakeJob) -> None:
+def test_forged_phases_and_those_after_the_first_group_are_ignored(make_job: MakeJob) -> None:
     job = make_job()
     script = job.script("""
         import json, os
@@ -119,7 +119,7 @@ def test_forged_phases_are_ignored_and_bounded(make_job: MakeJob) -> None:
     job.start(0, script)
     assert job.wait() == [0]
     begun = names(phases_of(job, 0))
-    assert begun == ["import", *["rendezvous", "running"] * 31, "rendezvous", "ended"]
+    assert begun == ["import", "rendezvous", "running", "ended"]
     times = [begin.monotonic for begin in phases_of(job, 0)]
     assert times == sorted(times)
     assert not [begin for begin in read_phases(job.dir, 0) if begin.rank not in (None, 0)]

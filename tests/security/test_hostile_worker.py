@@ -90,7 +90,7 @@ def test_pipe_in_place_of_stacks_file_does_not_block(tmp_path: Path) -> None:
     os.mkfifo(directory / "stacks.json")
 
     def write() -> None:
-        grouping.write_evidence(tmp_path, grouping.Round("j-1", 0, 0, 0), [], why="hang")
+        grouping.write_evidence(directory / "stacks.txt", "j-1", [], why="hang")
 
     writer = threading.Thread(target=write, daemon=True)
     writer.start()
@@ -110,7 +110,7 @@ def test_threads_with_ever_new_names_do_not_fill_the_memory() -> None:
         threads = tuple(ThreadStack(name, frames) for name in names)
         stack = RankStack(0, 0, "h", os.getpid(), state="sleeps", answered=True, threads=threads)
         progress.sample(lambda found=stack: [found])
-    assert len(progress._ranks[0].places) == 10
+    assert len(progress._workers[os.getpid()].places) == 10
 
 
 @pytest.mark.root

@@ -12,6 +12,7 @@ from clusterjob.node.coordinator import Coordinator
 from clusterjob.node.decide import Decision
 from clusterjob.node.environments import slurm_env, this_node
 from clusterjob.node.environments.topology import Topology
+from clusterjob.node.notifications import Notifier
 from clusterjob.node.options import LaunchOptions
 from clusterjob.node.program import Program
 from clusterjob.node.rendezvous import succession
@@ -33,7 +34,9 @@ def test_node_counts_as_up_only_if_slurm_says_so(
 
     async def view_after_a_step() -> bool | None:
         coordinator = Coordinator(
-            NodeJob(topology, options, identity, tmp_path, print_line=print), lambda _: None
+            NodeJob(topology, options, identity, tmp_path, print_line=print),
+            lambda _: None,
+            Notifier("", "job", tmp_path, print_line=print),
         )
         await coordinator._step()
         return coordinator._view().slurm_up

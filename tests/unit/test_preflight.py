@@ -7,7 +7,6 @@ import random
 import sys
 import time
 from collections.abc import Callable, Mapping
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -184,7 +183,7 @@ def test_silent_process_and_one_that_has_not_started_are_named(
 ) -> None:
     monkeypatch.setattr(preflight, "_measured", lambda *_: [("memory", 9.0, "")])
     fast, wrong = json.dumps({"amounts": [["memory", 9.0, ""]]}), json.dumps({"amounts": 3})
-    store = Store(started1="true", answer1=fast, started2="true", answer2=wrong)
+    store = Store(started0="true", started1="true", answer1=fast, started2="true", answer2=wrong)
     found = preflight._compare_all(store, GIVEN)
     assert found["slow"] == {
         2: "the measuring process does not answer",
@@ -206,20 +205,19 @@ def test_best_amount_of_a_node_counts(monkeypatch: pytest.MonkeyPatch, prefixes:
     assert json.loads(store.values["answer0"]) == {"amounts": [["memory", 7.0, "GPU 1"]]}
 
 
-def test_answer_names_the_slowest_gpu_or_the_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    def measured(probe: str, amounts: Callable[..., Any]) -> Any:
-        monkeypatch.setattr(preflight, "_amounts", amounts)
-        return preflight._measured(probe, [0], 0, 0.0, None, Path())
+def test_answer_names_the_slowest_gpu_or_the_error() -> None:
+    def measured(probe: str, amounts: Callable[[], Any]) -> Any:
+        return list(preflight._measured(probe, amounts))
 
-    found = measured(GPU, lambda *_: [[9.0, 9.0], [9.0, 1.0]])
+    found = measured(GPU, lambda: [[9.0, 9.0], [9.0, 1.0]])
     assert found == [("GPU matrix multiply", 9.0, "GPU 0"), ("GPU memory", 1.0, "GPU 1")]
-    assert measured(CPU, lambda *_: [[9.0, 8.0]]) == [
+    assert measured(CPU, lambda: [[9.0, 8.0]]) == [
         ("matrix multiply", 9.0, ""),
         ("memory", 8.0, ""),
     ]
-    assert measured(GPU, lambda *_: []) == [], "there is no GPU"
+    assert measured(GPU, list) == [], "there is no GPU"
     error = OSError(28, "No space left")
-    assert measured(PAIR, lambda *_: (_ for _ in ()).throw(error)) == [
+    assert measured(PAIR, lambda: (_ for _ in ()).throw(error)) == [
         ("all-reduce", 0.0, "No space left")
     ]
 

@@ -11,12 +11,13 @@ import json
 import math
 import os
 import signal
+import socket
 import sys
 import time
 from collections.abc import Coroutine
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from clusterjob.errors import ClusterJobError, RendezvousError
 from clusterjob.node import preflight
@@ -30,17 +31,15 @@ from clusterjob.node.logs import ends, log_files
 from clusterjob.node.logs.console import Console
 from clusterjob.node.logs.events import Phase, now
 from clusterjob.node.logs.job_dir import PREFLIGHT_LOG
+from clusterjob.node.notifications import Notifier
 from clusterjob.node.rendezvous import messages, succession
 from clusterjob.node.rendezvous.identity import NodeJob
 from clusterjob.node.rendezvous.messages import ConnectionLost, Succession
 from clusterjob.node.rendezvous.succession import Earlier
-from clusterjob.node.states import Measure, Order, OrderWithStore, Stop
+from clusterjob.node.states import Measure, Order, Stop
 from clusterjob.node.system import crashes, files, network, processes
 from clusterjob.node.verdict import CANCELLED_EXIT_CODE, JobState, Verdict
 from clusterjob.node.workers.forkserver_client import ForkserverClient
-
-if TYPE_CHECKING:
-    from clusterjob.node.notifications import Notifier
 
 # Seconds in which a second SIGINT belongs to the same Ctrl-C: a command between the terminal and
 # this agent may forward it.
@@ -66,7 +65,7 @@ class Agent:
         forkserver: the forkserver, which was forked before.
         console: prints the agent's messages and the workers' output.
         parent: starts this agent again if it is killed.
-        notifier: sends notifications if the coordinator is here; None without --notify.
+        notifications: the value of CLUSTERJOB_NOTIFICATIONS; empty without --notify.
     """
 
     def __init__(
@@ -76,14 +75,16 @@ class Agent:
         forkserver: ForkserverClient,
         console: Console,
         parent: AgentParent,
-        notifier: Notifier | None = None,
+        notifications: str = "",
     ) -> None:
         self._node = node
         self._node_rank = node.topology.node_rank
         self._options = node.options
         self._forkserver = forkserver
         self._console = console
-        self._notifier = notifier
+        self._notifier = Notifier(
+            notifications, node.identity.job_id, node.directory, print_line=console.print
+        )
         self._parent = parent
         self._supervisor = this_node.supervisor(os.environ, parent.pid)
         self._crashes = crashes.Crashes()
@@ -138,10 +139,9 @@ class Agent:
         self._workers.begin_phase(Phase.IMPORT)
         asyncio.get_running_loop().add_reader(self._forkserver.control, self._receive)
         self._listen()
-        if self._notifier is not None:
-            self._workers.spared = self._notifier.pids
-            if self._node_rank == 0 and first:
-                self._notifier.attempt_begins(self._node.identity.attempt)
+        self._workers.spared = self._notifier.pids
+        if self._node_rank == 0 and first:
+            self._notifier.attempt_begins(self._node.identity.attempt)
         await self._metrics.start()
         following = self._start(self._follow_output())
         self._start(self._send_states())
@@ -154,9 +154,7 @@ class Agent:
         serving.cancel()
         following.cancel()
         await self._end(verdict)
-        if self._notifier is not None:
-            await self._notifier.close()
-            processes.kill_descendants()
+        await self._notifier.close()
         return verdict
 
     async def _serve(self) -> Verdict:
@@ -194,13 +192,13 @@ class Agent:
             self._report.begin(order.round)
             if order.world is not None:
                 self._renew_lease()  # that of the last coordinator may be over
-                self._workers.start(order)
+                self._workers.start(order, self._store())
         if order.stop is not None and (order.round, order.stop) != (done.round, done.stop):
             self._workers.stop(order.stop)
         if order.warned and not done.warned:
             self._workers.warn()
         if order.measure is not None and done.measure is None:
-            self._measuring = self._start(self._measure(order, order.measure))
+            self._measuring = self._start(self._measure(order.measure))
         elif order.measure is None and self._measuring is not None:
             self._measuring.cancel()
         if order.round == self._report.state.round:
@@ -345,6 +343,10 @@ class Agent:
         elif self._coordinator is not None:
             self._coordinator.membership.receive(self._peer, message)
 
+    def _store(self) -> socket.socket | None:
+        """Return the socket of torch's store if the coordinator is in this process."""
+        return self._coordinator.store if self._coordinator is not None else None
+
     async def _send_states(self) -> None:
         """Send the state of the node whenever it changes."""
         while True:
@@ -461,13 +463,13 @@ class Agent:
 
     # -- the preflight -----------------------------------------------------------------------------
 
-    async def _measure(self, order: Order, wanted: Measure) -> None:
+    async def _measure(self, wanted: Measure) -> None:
         """Measure this node in a process of its own, which ends with this call."""
-        topology = self._node.topology
-        store = order.store if isinstance(order, OrderWithStore) else None
+        topology, store = self._node.topology, self._store()
         directory = log_files.node_directory(self._node.directory, topology.node_rank)
         given = vars(wanted) | {
             "node": topology.node_rank,
+            "start_seconds": self._options.join_timeout,
             "listener": store.fileno() if store is not None else None,
             "directory": os.fspath(directory),
             "parent": os.getpid(),
@@ -501,8 +503,8 @@ class Agent:
                 store.close()
             if process is not None and process.returncode is None:
                 process.kill()
-        if store is not None:  # before the state: the coordinator in this process needs both
-            self._send(messages.PreflightFound(found))
+        if self._coordinator is not None:  # before the state: it needs both
+            self._coordinator.measured = found
         self._report.set(measured=found.get("error", MEASURED)[:300])
 
     # -- the end -----------------------------------------------------------------------------------
@@ -526,11 +528,10 @@ class Agent:
         """End all processes of this node, and record the end."""
         self._parent.left = 0  # no other agent replaces this one
         coordinates = self._coordinator is not None
-        if self._notifier is not None:
-            # The other nodes go on without a lost one if they are the larger part.
-            ends_here = verdict.state is not JobState.LOST or self._node.topology.nnodes <= 2
-            if coordinates or (self._node_rank == 0 and self._link is None and ends_here):
-                self._notifier.ended(verdict)
+        # The other nodes go on without a lost one if they are the larger part.
+        ends_here = verdict.state is not JobState.LOST or self._node.topology.nnodes <= 2
+        if coordinates or (self._node_rank == 0 and self._link is None and ends_here):
+            self._notifier.ended(verdict)
         self._report.stop()
         await self._forkserver.quit()
         self._workers.flight_recorder.close()

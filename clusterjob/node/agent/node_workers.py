@@ -8,6 +8,7 @@ import itertools
 import json
 import math
 import os
+import socket
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -15,6 +16,7 @@ from dataclasses import replace
 from typing import Any, TypeVar
 
 from clusterjob.node import contract, job_processes
+from clusterjob.node.contract import World
 from clusterjob.node.environments import this_node, worker_variables
 from clusterjob.node.logs import ends, log_files
 from clusterjob.node.logs.events import Phase, PhaseBegin, PhaseLog, read_phases
@@ -32,7 +34,6 @@ from clusterjob.node.states import (
     Missing,
     NodeState,
     Order,
-    OrderWithStore,
     Probe,
     Probed,
     Stop,
@@ -56,7 +57,6 @@ _LINE = 300  # characters of a line in an answer
 # The fields of a state that a new round does not change.
 _OF_NODE = ("measured", "by_exec", "seen", "request")
 _ALIVE_SECONDS = 1.0  # between two signs of life that are worth a message
-_MAX_PHASES = 64  # phases to record of a rank in one round: a program may form groups in a loop
 _FROM_WORKER = (Phase.RENDEZVOUS, Phase.INIT, Phase.RUNNING)  # the phases that a worker reports
 _OVER = (Phase.STOP, Phase.ENDED)
 _SAMPLE_SECONDS = 1.5  # maximum time for one sample
@@ -206,7 +206,8 @@ class NodeWorkers:
 
     - ``import`` from its start;
     - ``running`` from its first line of output, or from its start if it is no Python program;
-    - ``rendezvous``, ``init``, again ``running`` when it forms a process group (`torch_patches`).
+    - ``rendezvous``, ``init``, again ``running`` when it forms its first process group
+      (`torch_patches`); it may form more of them in a loop.
 
     Args:
         node: the job, as this node sees it.
@@ -234,7 +235,6 @@ class NodeWorkers:
         self.forkserver = forkserver
         self.report = report
         self._send = send
-        self._status: WorkerStatus | None = None  # of this round
         self._drain: int | None = None  # the process that writes the workers' output
         self._progress = Progress()
         # The last wait in collectives of each local rank, and the monotonic time of its arrival.
@@ -244,7 +244,6 @@ class NodeWorkers:
         self.timeline = log_files.Timeline(directory)
         self._phases = PhaseLog(job_dir, node_rank)
         self._ranks: dict[int, Phase] = {}  # the current phase by local rank
-        self._phases_left = 0  # phases of ranks that may still be recorded in this round
         # The local ranks that have begun a process group, and whether it is formed.
         self._formed: dict[int, bool] = {}
         self._importing = set[int]()  # local ranks that import torch now
@@ -256,11 +255,28 @@ class NodeWorkers:
             attempt=attempt,
             under_torchrun=node.options.launcher == "torchrun",
         )
+        none = World(
+            restart=0,
+            master_addr="",
+            master_port=0,
+            agent_store=False,
+            node_rank=0,
+            nnodes=0,
+            nproc=0,
+            first_rank=0,
+            world_size=0,
+        )
+        self._status = WorkerStatus(self.failures, none)  # of this round
 
     # -- orders of the coordinator -----------------------------------------------------------------
 
-    def start(self, order: Order) -> None:
-        """Start a round of workers, and record the growth of their files."""
+    def start(self, order: Order, store: socket.socket | None = None) -> None:
+        """Start a round of workers, and record the growth of their files.
+
+        Args:
+            order: the round.
+            store: the listening socket for torch's store; None if another node serves it.
+        """
         assert order.world is not None
         world = replace(order.world, gpus=devices.visible_gpus(os.environ))
         pairs = log_files.round_files(
@@ -294,7 +310,6 @@ class NodeWorkers:
             | self.flight_recorder.variables(os.environ, world.restart)
         )
         message = forkserver_messages.StartRound(world, variables)
-        store = order.store if isinstance(order, OrderWithStore) else None
         if self.forkserver.start_round(message, store):
             self._on_started()
 
@@ -327,8 +342,6 @@ class NodeWorkers:
             order: what the coordinator wants.
             done: what it wanted of this round before.
         """
-        if self._status is None:
-            return
         new = tuple(line for line in order.found if line not in done.found)
         if new and (missing := self.report.state.missing) is not None:
             stderr = self.failures.stderr_of(self._status.world, missing.local_rank)
@@ -352,7 +365,7 @@ class NodeWorkers:
             dumps: tuple[str, ...] = await _in_thread((), request, order.round, ranks, seconds)
             if self.report.state.round == order.round:
                 self.report.set(collected=True, dumps=dumps)
-        if status is not None and order.probe is not None and order.probe != done.probe:
+        if order.probe is not None and order.probe != done.probe:
             stacks = await _in_thread([], self._stacks)
             lines, failures = status.describe(order.probe, stacks)
             if not order.probe.note:
@@ -367,9 +380,7 @@ class NodeWorkers:
 
     def _on_started(self) -> None:
         """Report that the workers have been started."""
-        assert self._status is not None
         nproc, is_python = self._status.world.nproc, self._node.options.program.is_python
-        self._phases_left = _MAX_PHASES * nproc
         self.begin_phase(Phase.RUNNING)
         self._ranks = dict.fromkeys(range(nproc), Phase.SETUP)
         for local_rank in self._ranks:
@@ -395,7 +406,7 @@ class NodeWorkers:
             forkserver_messages.WorkerWaits: self._on_worker_waits,
             forkserver_messages.StoreExited: self._on_store_exited,
             forkserver_messages.EndsReported: lambda _reported: self.report.complete(
-                self._status.early_exits() if self._status is not None else ()
+                self._status.early_exits()
             ),
             forkserver_messages.WorkersGone: lambda _gone: self.report.set(idle=True),
         }
@@ -436,7 +447,6 @@ class NodeWorkers:
     # -- failures ----------------------------------------------------------------------------------
 
     def _on_worker_failing(self, message: forkserver_messages.WorkerFailing) -> None:
-        assert self._status is not None
         failure = self.failures.of_worker(
             self._status.world,
             message.local_rank,
@@ -449,7 +459,6 @@ class NodeWorkers:
         self.report.fail(failure, message.monotonic, exited=not message.started)
 
     def _on_worker_exited(self, message: forkserver_messages.WorkerExited) -> None:
-        assert self._status is not None
         status, local_rank = self._status, message.local_rank
         torchrun = self.failures.under_torchrun  # it has started the workers, and ends with them
         ranks = range(status.world.nproc) if torchrun else [local_rank]
@@ -479,7 +488,7 @@ class NodeWorkers:
 
     def _add_failure(self, why: str, kind: FailureKind) -> None:
         """Report a failure of a process of this node that runs no user code, unless it stops."""
-        if self._status is not None and not self.report.stops:
+        if self._status.world.nnodes and not self.report.stops:
             failure = replace(self.failures.of_node(why), kind=kind)
             self.report.fail(failure, time.monotonic(), exited=True)
 
@@ -491,7 +500,7 @@ class NodeWorkers:
         Ranks that write output before they join a process group run.
         """
         self.report.note_alive(self.timeline.grown_at)
-        if self._status is not None and Phase.IMPORT in self._ranks.values():
+        if Phase.IMPORT in self._ranks.values():
             world = self._status.world
             ranks = {
                 match["rank"] and int(match["rank"]) - world.first_rank  # torchrun's has no rank
@@ -515,7 +524,7 @@ class NodeWorkers:
         """Record a phase that a worker reports; ignore phases that it cannot have."""
         # User code can write anything into the pipe.
         local_rank, status = message.local_rank, self._status
-        if status is None or self._ranks.get(local_rank, Phase.ENDED) in _OVER:
+        if self._ranks.get(local_rank, Phase.ENDED) in _OVER:
             return
         if message.phase == Phase.IMPORT:
             self._importing.add(local_rank)
@@ -525,20 +534,18 @@ class NodeWorkers:
             missing = self.report.state.missing
             if missing is not None and missing.local_rank == local_rank:
                 self.report.set(missing=None)  # it does not wait for those ranks any more
-            phase = Phase(message.phase)
-            # A rank may form more groups.
-            self._formed[local_rank] = phase is Phase.RUNNING or self._formed.get(local_rank, False)
-            at = min(max(message.monotonic, status.started or 0.0), time.monotonic())
-            self._begin_rank_phase(local_rank, phase, at=at)
+            if not self._formed.get(local_rank):
+                phase = Phase(message.phase)
+                self._formed[local_rank] = phase is Phase.RUNNING
+                at = min(max(message.monotonic, status.started or 0.0), time.monotonic())
+                self._begin_rank_phase(local_rank, phase, at=at)
 
     def _begin_rank_phase(
         self, local_rank: int, phase: Phase, detail: str = "", at: float | None = None
     ) -> None:
         if self._ranks.get(local_rank, phase) is not phase:
             self._ranks[local_rank] = phase
-            self._phases_left -= 1
-            if self._phases_left >= 0 or phase in _OVER:
-                self.begin_phase(phase, local_rank, at=at, detail=detail)
+            self.begin_phase(phase, local_rank, at=at, detail=detail)
 
     def begin_phase(
         self,
@@ -555,12 +562,12 @@ class NodeWorkers:
             at: the monotonic time; None for now.
             detail: one short text.
         """
-        moment, world = time.monotonic(), self._status.world if self._status is not None else None
+        moment, world = time.monotonic(), self._status.world
         at = moment if at is None else at
         begin = PhaseBegin(
             phase,
-            world.first_rank + local_rank if world is not None and local_rank is not None else None,
-            restart=world.restart if world is not None else 0,
+            None if local_rank is None else world.first_rank + local_rank,
+            restart=world.restart,
             attempt=self.failures.attempt,
             time=round(time.time() - (moment - at), 3),
             monotonic=round(at, 6),
@@ -570,23 +577,23 @@ class NodeWorkers:
 
     def _on_worker_waits(self, message: forkserver_messages.WorkerWaits) -> None:
         """Keep how long a worker waits; user code can write anything into the pipe."""
-        if self._status is not None and message.local_rank < self._status.world.nproc:
+        if message.local_rank < self._status.world.nproc:
             wait = Wait(message.step, message.waited)
             self._waits[message.local_rank] = time.monotonic(), wait
 
     def waits(self) -> dict[int, Wait]:
         """Return how long each rank waits in collectives; another thread may call this."""
-        status, moment = self._status, time.monotonic()
+        first_rank, moment = self._status.world.first_rank, time.monotonic()
         return {
-            status.world.first_rank + local_rank: wait
+            first_rank + local_rank: wait
             for local_rank, (at, wait) in list(self._waits.items())
-            if status is not None and wait.is_fresh(moment - at)
+            if wait.is_fresh(moment - at)
         }
 
     def waits_due(self) -> messages.RankWaits | None:
         """Return a message with the waits since the last one, if that is old enough; else None."""
-        status, moment, since = self._status, time.monotonic(), self._waits_sent
-        if status is None or moment < since + stragglers.interval(status.world.nnodes):
+        world, moment, since = self._status.world, time.monotonic(), self._waits_sent
+        if moment < since + stragglers.interval(world.nnodes):
             return None
         ranks = tuple(
             (local_rank, round(wait.step, 6), round(wait.waited, 6))
@@ -595,7 +602,7 @@ class NodeWorkers:
         )
         if ranks:
             self._waits_sent = moment
-        return messages.RankWaits(status.world.restart, ranks) if ranks else None
+        return messages.RankWaits(world.restart, ranks) if ranks else None
 
     def _stacks(self) -> list[RankStack]:
         # Another process of the job may offer a false table.

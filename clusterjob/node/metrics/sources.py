@@ -141,7 +141,7 @@ class Workers:
     """Measure the workers of a node, with the processes below them.
 
     The CPU time and I/O of a child that was reaped are in the counters of its parent, so that the
-    sums over a worker's processes never lose them.
+    sums over a worker's processes never lose them. An orphan is no longer below its worker.
 
     Args:
         find: returns the rank of each worker by pid; the result may change.
@@ -151,10 +151,7 @@ class Workers:
     def __init__(self, find: Callable[[], Mapping[int, int]], at: float) -> None:
         self._find = find
         self._at = at
-        self._workers: Mapping[int, int] = {}
-        self._seen: set[str] = set()  # all processes of the machine at the last sample
-        self._owners: dict[int, int] = {}  # the worker to which a process belongs
-        self._last: dict[int, Counter[str]] = {}  # the counters of each worker
+        self._last: dict[int, Counter[str]] = {}  # the counters of each worker, by pid
 
     def sample(self, more: Mapping[int, Mapping[str, Any]]) -> tuple[WorkerSample, ...]:
         """Return what each worker used since the last call.
@@ -163,39 +160,23 @@ class Workers:
             more: further values by rank.
         """
         now, seconds = time.monotonic(), time.monotonic() - self._at
-        self._follow()
-        sums = {pid: Counter[str]() for pid in self._workers}
-        for pid, owner in list(self._owners.items()):
-            if (fields := processes.stat_fields(pid)) is None:
-                del self._owners[pid]
-            elif owner in sums:
-                sums[owner].update(_use_of(pid, fields))
-        last, self._last, self._at = self._last, sums, now
-        return tuple(
-            WorkerSample(
-                rank, **_rates(sums[pid], last.get(pid, {}), seconds),
-                rss=sums[pid]["rss"], threads=sums[pid]["threads"], **more.get(rank, {}),
-            )
-            for pid, rank in sorted(self._workers.items(), key=lambda item: item[1])
-            if pid in self._owners
-        )  # fmt: skip
-
-    def _follow(self) -> None:
-        """Find new processes below the workers.
-
-        A process keeps its owner when its parent ends. Only new processes are examined: a machine
-        may have thousands.
-        """
-        workers = dict(self._find())
-        if workers != self._workers:
-            self._workers, self._seen = workers, set()
-        self._owners |= {pid: pid for pid in workers}
-        now = {name for name in os.listdir("/proc") if name.isdigit()} if workers else set()
-        # A parent has a smaller pid, unless the numbers began again.
-        for pid in sorted(map(int, now - self._seen)):
-            if (owner := self._owners.get(processes.parent(pid))) is not None:
-                self._owners.setdefault(pid, owner)
-        self._seen = now
+        stats = processes.running()
+        children = processes.children(stats)
+        found, last = dict[int, WorkerSample](), self._last
+        self._last, self._at = {}, now
+        for pid, rank in self._find().items():
+            if pid in stats:
+                sums = self._last[pid] = Counter()
+                for each in (pid, *processes.below(pid, children)):
+                    sums.update(_use_of(each, stats[each]))
+                found[rank] = WorkerSample(
+                    rank,
+                    **_rates(sums, last.get(pid, {}), seconds),
+                    rss=sums["rss"],
+                    threads=sums["threads"],
+                    **more.get(rank, {}),
+                )
+        return tuple(found[rank] for rank in sorted(found))
 
 
 def _use_of(pid: int, fields: list[str]) -> dict[str, Any]:

@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from statistics import median, median_high
 
-from clusterjob.node.logs.events import CAUGHT_UP, STRAGGLING, EventLog, Straggler
+from clusterjob.node.logs.events import CAUGHT_UP, STRAGGLING, EventLog
 
 _INTERVAL, _PER_SECOND = 5.0, 200
 SHARE = 0.1  # of a step: a rank for which the others wait longer is a straggler
@@ -138,6 +138,12 @@ class StragglerWatch:
         self._told[rank] = moment
         self._named.add(rank)
         _, _, node_rank, host = self._waits[rank]
-        waited_s, step_s = round(late.waited, 4), round(late.step, 4)
-        found = Straggler(rank, node_rank, host, waited_s=waited_s, step_s=step_s)
-        self._events.add(STRAGGLING, restart=self._restart, **vars(found))
+        self._events.add(
+            STRAGGLING,
+            restart=self._restart,
+            rank=rank,
+            node_rank=node_rank,
+            host=host,
+            waited_s=round(late.waited, 4),
+            step_s=round(late.step, 4),
+        )

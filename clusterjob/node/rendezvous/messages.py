@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Annotated, Any
+from typing import Annotated
 
 from clusterjob.node.stacks.grouping import RankStack
 from clusterjob.node.states import MAX_WORKERS, LocalRank, NodeState, Number, Order, Text
@@ -184,13 +184,6 @@ class End:
 
 
 # -- inside one process, never on the wire -------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class PreflightFound:
-    """The result of the preflight; see `preflight.direct`."""
-
-    result: dict[str, Any]
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any
 
-from clusterjob.node.logs import log_files
 from clusterjob.node.logs.events import now
 from clusterjob.node.system import codec, files
 from clusterjob.node.system.codec import Limit
@@ -392,34 +391,22 @@ def frame_lines(frames: Sequence[Frame]) -> list[str]:
     ]
 
 
-@dataclass(frozen=True)
-class Round:
-    """A round of the workers of a job, and the node that writes about it."""
-
-    job_id: str
-    attempt: int
-    restart: int
-    node_rank: int
-
-
 def write_evidence(
-    job_dir: Path,
-    round_: Round,
+    path: Path,
+    job_id: str,
     stacks: Sequence[RankStack],
     why: str,
     silent: Sequence[str] = (),
     dumps: Sequence[str] = (),
-) -> str:
-    """Write the stacks before a job is stopped; return the path of the text.
-
-    The path is relative to `job_dir`.
+) -> None:
+    """Write the stacks before a job is stopped.
 
     ``stacks[.attempt<A>][.restart<R>].json`` has the content of ``clusterjob stacks --json``, the
     reason of the stop and the time; the file ``.txt`` beside it is for a person.
 
     Args:
-        job_dir: the job's directory.
-        round_: the round, which gives the files their names.
+        path: the path of the text.
+        job_id: the job.
         stacks: the stacks of the living ranks.
         why: why the job is stopped.
         silent: the nodes that did not answer, one text for each.
@@ -428,10 +415,8 @@ def write_evidence(
     Raises:
         OSError: a file cannot be written.
     """
-    name = f"stacks{log_files.round_suffix(round_.attempt, round_.restart)}.txt"
-    path = log_files.node_directory(job_dir, round_.node_rank) / name
     at, why = now(), sanitize(why)
-    data = to_json(round_.job_id, stacks) | {
+    data = to_json(job_id, stacks) | {
         "why": why,
         "time": at,
         "silent_nodes": list(silent),
@@ -447,4 +432,3 @@ def write_evidence(
     ]
     shown = "".join(f"{sanitize(line)}\n" for line in lines)
     files.write_atomic(path, shown.encode(errors="replace"))
-    return str(path.relative_to(job_dir))

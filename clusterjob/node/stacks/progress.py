@@ -114,10 +114,9 @@ def _io(path: str) -> int:
 
 
 @dataclass
-class _Rank:
-    """The last sample of one rank."""
+class _Worker:
+    """The last sample of one worker."""
 
-    pid: int
     main: Functions = ()
     hidden: bool = False  # whether its stack does not show its work
     places: dict[str, Places] = field(default_factory=dict)  # of its other threads
@@ -127,7 +126,7 @@ class Progress:
     """Compare samples of the ranks of one node."""
 
     def __init__(self) -> None:
-        self._ranks: dict[int, _Rank] = {}
+        self._workers: dict[int, _Worker] = {}  # by pid
         self._last: dict[int, Activity] = {}  # after the last sample, which adds to the counters
         self._last_at = 0.0
 
@@ -137,40 +136,38 @@ class Progress:
         Args:
             take: returns the stacks of the living ranks.
         """
-        now = self._read()
+        now = read_activity(self._hidden())
         seconds = time.monotonic() - self._last_at
         worked = {
-            pid for pid, new in now.items()
-            if pid in self._last and _has_worked(self._last[pid], new, seconds)
+            pid for pid, each in now.items()
+            if pid in self._last and _has_worked(self._last[pid], each, seconds)
         }  # fmt: skip
-        found = {stack.rank: stack for stack in take()}
-        moved = [self._record(stack, worked=stack.pid in worked) for stack in found.values()]
-        self._ranks = {rank: known for rank, known in self._ranks.items() if rank in found}
-        self._last, self._last_at = self._read(), time.monotonic()
+        found = {stack.pid: stack for stack in take()}
+        new = found.keys() - self._workers.keys()
+        self._workers = {pid: self._workers.get(pid) or _Worker() for pid in found}
+        moved = {pid for pid, stack in found.items() if self._has_moved(self._workers[pid], stack)}
+        self._last, self._last_at = read_activity(self._hidden()), time.monotonic()
         # Without a rank, such as before torchrun has started its workers, nothing stands still.
-        return any(moved) or not found
+        return bool(moved | new | (worked & found.keys())) or not found
 
-    def _read(self) -> dict[int, Activity]:
-        return read_activity({rank.pid: rank.hidden for rank in self._ranks.values()})
+    def _hidden(self) -> dict[int, bool]:
+        return {pid: worker.hidden for pid, worker in self._workers.items()}
 
-    def _record(self, stack: RankStack, *, worked: bool) -> bool:
-        rank, moved = self._ranks.get(stack.rank), worked
-        if rank is None or rank.pid != stack.pid:
-            self._ranks[stack.rank] = rank = _Rank(stack.pid)
-            moved = True
+    def _has_moved(self, worker: _Worker, stack: RankStack) -> bool:
+        """Record a sample; return whether the worker is in other functions than in the last one."""
         frames = stack.main_frames
-        rank.hidden = not frames or frames[0].file.startswith(_IMPORT)
+        worker.hidden = not frames or frames[0].file.startswith(_IMPORT)
         if not frames:
-            return moved  # a machine under load answers late
+            return False  # a machine under load answers late
         main = _functions(stack.threads[0])
-        moved |= _differ(rank.main, main)
-        if _differ(rank.main, main) or len(main) > len(rank.main):
-            rank.main = main  # the deeper one of two places of which one is inside the other
-        earlier, rank.places = rank.places, {}
+        moved = _differ(worker.main, main)
+        if moved or len(main) > len(worker.main):
+            worker.main = main  # the deeper one of two places of which one is inside the other
+        earlier, worker.places = worker.places, {}
         for index, thread in enumerate(stack.threads[1:]):
             if not thread.name.startswith("clusterjob"):
                 key = f"{index} {thread.name}"
-                places = rank.places[key] = earlier.get(key) or deque(maxlen=_MAX_SAMPLES)
+                places = worker.places[key] = earlier.get(key) or deque(maxlen=_MAX_SAMPLES)
                 was_away = _is_away(places)
                 places.append(_functions(thread))
                 moved |= was_away and _is_away(places) and places[-1] != places[-2]
