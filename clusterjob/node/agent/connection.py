@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import math
+import os
 import time
 from collections.abc import Callable, Coroutine, Iterable
 from dataclasses import dataclass, field
@@ -252,6 +253,6 @@ def _reason(error: BaseException) -> str:
     """Return why an attempt to join failed."""
     if isinstance(error, asyncio.TimeoutError):
         return _NO_ANSWER
-    if isinstance(error, ConnectionRefusedError):
-        return "connection refused"
+    if isinstance(error, OSError) and (error.errno or 0) > 0:
+        return os.strerror(error.errno or 0).lower()  # asyncio's text has the address and the port
     return getattr(error, "strerror", None) or str(error) or type(error).__name__
