@@ -30,7 +30,7 @@ from clusterjob.node.system.codec import Limit, MalformedMessageError
 from clusterjob.node.system.sanitize import sanitize
 
 SECONDS = 20.0  # the longest preflight, from when all processes have started
-_TIMES, _BEGIN_SECONDS = 3, 12.0  # how often a node measures, within seconds to begin a probe
+_TIMES, _BEGIN_SECONDS = 5, 12.0  # how often a node measures, within seconds to begin a probe
 _TIMEOUT = timedelta(seconds=4)  # of an answer, and of a connection between nodes
 _MEASURE_SECONDS, _REDUCTIONS = 0.3, 8
 _ROUNDS = 5  # of pairs
