@@ -492,6 +492,30 @@ def test_second_interrupt_stops_without_grace() -> None:
     assert order.grace == 0.0
 
 
+def test_second_interrupt_does_not_wait_for_stacks() -> None:
+    cluster = running(2)
+    asked = Request(cancel="SIGINT on gpu0", interrupt=True, stacks=True)
+    cluster.say(0, request=asked)
+    assert cluster.decide() is Stage.COLLECT
+    cluster.say(0, request=replace(asked, kill=True))
+    assert cluster.decide() is Stage.STOP
+
+
+def test_node_that_has_not_seen_its_round_yet_is_waited_for_at_the_stop() -> None:
+    cluster = Cluster(2, max_restarts=1)
+    while cluster.decide(0.25) is not Stage.RUN:
+        pass
+    cluster.say(0, round=0, started=True, idle=False)
+    cluster.fail(0, failure(0))
+    cluster.decide()
+    cluster.say(0, collected=True)
+    cluster.wait(2.0)
+    cluster.say(0, idle=True, ended=True)
+    assert cluster.decide() is Stage.STOP
+    cluster.say(1, round=0, ended=True)
+    assert cluster.decide() is not Stage.STOP
+
+
 def test_cancellation_during_the_stop_of_a_failed_round_ends_the_job() -> None:
     cluster = running(2, max_restarts=3)
     cluster.fail(1, failure(1, node=1, local=0, kind=FailureKind.SIGNAL))
@@ -582,6 +606,16 @@ def test_silent_node_delays_the_verdict_on_an_effect_for_its_lease() -> None:
     cluster.say(0, reported=True)
     assert cluster.wait(14.0) is Stage.RUN
     assert cluster.wait(0.5) is Stage.COLLECT
+
+
+def test_report_of_an_earlier_round_is_no_answer_about_this_one() -> None:
+    cluster = running(3)
+    cluster.fail(0, failure(0, effect=True))
+    cluster.say(0, 1, reported=True)
+    cluster.say(2, reported=True, round=-1)
+    assert cluster.wait(2.0) is Stage.RUN
+    cluster.say(2, round=0)
+    assert cluster.decide() is Stage.COLLECT
 
 
 def test_early_exit_explains_effects() -> None:
@@ -850,8 +884,19 @@ def test_workers_get_the_warning_time_minus_the_grace_or_half_of_it(
     assert cluster.named("warned")[0]["seconds"] == seconds
     assert cluster.orders()[1].warned
     assert cluster.wait(seconds - 0.5) is Stage.RUN
-    cluster.wait(1.0)
+    assert cluster.due == pytest.approx(cluster.now + 0.5)
+    assert cluster.decide(0.51) is Stage.STOP
     assert cluster.end.state is JobState.PREEMPTED
+
+
+@pytest.mark.parametrize(("warn_signal", "state"), [("SIGUSR1", "PREEMPTED"), ("", "FAILED")])
+def test_any_end_after_a_warning_signal_is_an_answer_to_it(warn_signal: str, state: str) -> None:
+    cluster = running(1, warning=60.0, warn_signal=warn_signal)
+    warned(cluster)
+    cluster.fail(0, failure(0, exit_code=3))
+    cluster.say(0, ended=True)
+    cluster.finish()
+    assert cluster.end.state == state
 
 
 def test_worker_that_leaves_after_a_warning_preempts_the_job_with_its_effects() -> None:
@@ -1037,6 +1082,7 @@ def test_ranks_that_still_run_10_s_after_the_others_are_named_once() -> None:
     cluster.decide()
     cluster.wait(9.5)
     assert not cluster.named("unfinished")
+    assert cluster.due == pytest.approx(cluster.now + 0.5)
     cluster.wait(30.0)
     [event] = cluster.named("unfinished")
     assert event["text"] == "rank 3 still runs; ranks 0-2 ended 10 s ago"

@@ -147,6 +147,16 @@ def test_text_of_failure_names_cause_last_lines_and_consequences() -> None:
     ]
 
 
+@pytest.mark.parametrize(("ranks", "line"), [(1, "stacks of 1 rank"), (2, "stacks of 2 ranks")])
+def test_text_names_the_file_of_the_stacks(ranks: int, line: str) -> None:
+    end = Verdict(JobState.FAILED, 1, evidence="stacks.txt", evidence_ranks=ranks)
+    assert end.text().splitlines()[-1] == f"  {line}: stacks.txt"
+
+
+def test_job_that_fails_by_an_early_exit_exits_with_1() -> None:
+    assert Verdict.of_failure(dataclasses.replace(FAILURE, exit_code=0)).exit_code == 1
+
+
 def test_text_shows_stack_under_its_name_and_lines_without_label_of_torch() -> None:
     def shown(*lines: str) -> list[str]:
         failure = dataclasses.replace(FAILURE, last_lines=lines)
