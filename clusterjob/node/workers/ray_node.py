@@ -84,7 +84,10 @@ def _run(directory: Path, timeout: float, cpus: int, program: list[str]) -> None
     rank, count = int(os.environ["GROUP_RANK"]), int(os.environ["GROUP_WORLD_SIZE"])
     _check_version(count)
     name, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-    host = network.addresses_of(name)[0]  # Ray needs an IP address; the agents resolved the name
+    try:
+        host = network.addresses_of(name)[0]  # Ray needs an IP address
+    except OSError as error:
+        raise ClusterJobError(f"{name} cannot be resolved: {error.strerror}") from error
     address = network.with_port(host, port)
     log = node_directory(Path(os.environ[contract.JOB_DIR]), rank) / "ray.log"
     _change_environment(directory / "token")
@@ -150,6 +153,7 @@ def _change_environment(token: Path) -> None:
     ):  # fmt: skip
         os.environ.pop(name, None)
     key = os.environ.pop(contract.STORE_KEY)
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     if not os.environ.get("RAY_AUTH_MODE"):
         text = hmac.new(key.encode(), b"ray", hashlib.sha256).hexdigest()
         files.write_atomic(token, text.encode())
