@@ -615,40 +615,6 @@ def test_impossible_start_is_reported_without_traceback(
 # -- restarts --------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("start", ["fork", "exec"])
-def test_workers_are_restarted_after_failure(make_job: MakeJob, start: str) -> None:
-    job = make_job(2)
-    script = job.script("""
-        import os, pathlib, sys, time
-        restart, rank = int(os.environ["TORCHELASTIC_RESTART_COUNT"]), int(os.environ["RANK"])
-        print("restart", restart, "of", os.environ["TORCHELASTIC_MAX_RESTARTS"])
-        pathlib.Path(f"up{rank}.{restart}").touch()
-        if restart < 2 and rank == restart:
-            while not os.path.exists(f"up{1 - rank}.{restart}"):
-                time.sleep(0.01)
-            sys.exit(9)
-        time.sleep(1000 if restart < 2 else 0)
-    """)
-    job.start_all("--start", start, "--max-restarts", "2", script)
-    assert job.wait() == [0, 0]
-    assert (job.result["state"], job.result["restarts"], job.result["failure"]) == (
-        "SUCCEEDED",
-        2,
-        None,
-    )
-    names = [
-        f"node{node}/rank{node}{restart}.{stream}"
-        for node in (0, 1)
-        for restart in ("", ".restart1", ".restart2")
-        for stream in ("out", "err")
-    ]
-    assert sorted(job.logs()) == sorted(names)
-    assert job.log(0, "rank0.restart2.out") == "restart 2 of 2\n"
-    assert len(job.events("restart")) == 2
-    assert "restart 1 of 2: rank 0" in job.stderr(job.agents[0])
-    assert "restart 2 of 2: rank 1" in job.stderr(job.agents[0])
-
-
 def test_node_that_still_imports_torch_takes_part_in_restart(
     make_job: MakeJob,
 ) -> None:

@@ -8,7 +8,6 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import select
 import signal
 import socket
 import subprocess
@@ -132,7 +131,8 @@ def test_warning_to_any_node_reaches_every_worker(make_job: MakeJob, node: int, 
         write_scripts(job, POLLS_WARNING),
     )
     up(job, 4)
-    job.agents[node].send_signal(signal.SIGUSR1)
+    for _ in range(3):
+        job.agents[node].send_signal(signal.SIGUSR1)
     assert job.wait() == [75, 75]
     check_preempted(job, f"SIGUSR1 on {HOST}")
     for rank in range(4):
@@ -142,17 +142,6 @@ def test_warning_to_any_node_reaches_every_worker(make_job: MakeJob, node: int, 
         job.agents[0]
     )
     assert f"PREEMPTED: SIGUSR1 on {HOST}" in job.stderr(job.agents[1])
-
-
-def test_callbacks_run_once_in_order_on_main_thread(make_job: MakeJob) -> None:
-    job = make_job(2)
-    job.start_all(*WARNING, write_scripts(job, USES_CALLBACKS))
-    up(job, 2)
-    for _ in range(3):
-        job.agents[1].send_signal(signal.SIGUSR1)
-    assert job.wait() == [75, 75]
-    check_preempted(job, f"SIGUSR1 on {HOST}")
-    assert [job.log(rank, f"rank{rank}.out") for rank in (0, 1)] == ["first\nsecond\n"] * 2
 
 
 @pytest.mark.parametrize(("mode", "number"), [("fork", "SIGUSR1"), ("exec", "SIGUSR2")])
@@ -464,24 +453,6 @@ def test_first_sigterm_warns_worker_and_second_ends_it(tmp_path: Path, pipe: War
     assert process.poll() is None
     process.terminate()
     assert result_of(process)[0] == -signal.SIGTERM
-
-
-def test_warning_pipe_stays_readable_after_warning(pipe: WarningPipe) -> None:
-    read_end = int(pipe.name.partition(":")[0])
-
-    def state() -> int:
-        poll = select.poll()
-        poll.register(read_end, select.POLLIN)
-        return sum(event for _, event in poll.poll(0))
-
-    assert state() == 0
-    for _ in range(3):
-        pipe.warn()
-        assert state() == select.POLLIN
-    os.close(os.dup(pipe.write_end))
-    assert state() == select.POLLIN
-    os.close(pipe.write_end)
-    assert state() == select.POLLIN | select.POLLHUP
 
 
 def test_sigterm_ends_forked_child_of_worker(tmp_path: Path, pipe: WarningPipe) -> None:

@@ -515,25 +515,6 @@ def test_missing_script_fails_as_under_python(make_job: MakeJob, start: str) -> 
     assert "Traceback" not in actual.err
 
 
-@pytest.mark.parametrize("start", STARTS)
-def test_threads_are_joined_before_atexit_handlers_run(make_job: MakeJob, start: str) -> None:
-    """The handlers run after the end of all threads, the last registered handler first."""
-    job = make_job()
-    job.script("""
-        import atexit, threading, time
-        atexit.register(print, "second handler")
-        atexit.register(print, "first handler")
-        threading.Thread(target=lambda: (time.sleep(0.3), print("thread"))).start()
-        print("main")
-    """)
-    assert as_worker(job, start, "script.py").out.splitlines() == [
-        "main",
-        "thread",
-        "first handler",
-        "second handler",
-    ]
-
-
 # -- processes that a program starts ---------------------------------------------------------------
 
 CHILDREN = """
@@ -599,36 +580,6 @@ def test_executors_and_subprocess_work_in_worker(make_job: MakeJob) -> None:
     )
 
 
-DATA_LOADER = """
-    import sys
-    import torch
-    from torch.utils.data import DataLoader, Dataset
-    class Numbers(Dataset):
-        def __len__(self):
-            return 8
-        def __getitem__(self, index):
-            return torch.tensor([index, torch.utils.data.get_worker_info().num_workers])
-    if __name__ == "__main__":
-        for method in sys.argv[1:]:
-            loader = DataLoader(
-                Numbers(), batch_size=4, num_workers=2, multiprocessing_context=method,
-                persistent_workers=method == "fork",
-            )
-            print(method, [batch.tolist() for batch in loader])
-"""
-
-
-@pytest.mark.parametrize(
-    "methods", [["fork", "forkserver"], pytest.param(["spawn"], marks=pytest.mark.slow)]
-)
-def test_data_loader_works_with_every_start_method(make_job: MakeJob, methods: list[str]) -> None:
-    job = make_job()
-    job.script(DATA_LOADER)
-    batches = [[[index, 2] for index in range(first, first + 4)] for first in (0, 4)]
-    actual = as_worker(job, "fork", "script.py", *methods, python=WITH_TORCH)
-    assert actual == Run(0, "".join(f"{method} {batches}\n" for method in methods), "")
-
-
 # -- random state and threads of ranks -------------------------------------------------------------
 
 
@@ -680,48 +631,6 @@ def test_forked_ranks_draw_random_numbers_like_separate_processes(make_job: Make
             assert len({str(rank[name]) for rank in ranks}) == len(ranks), (
                 f"{name}: {[rank[name] for rank in ranks]}"
             )
-
-
-@pytest.mark.slow
-def test_seeded_random_numbers_are_same_as_under_python(make_job: MakeJob) -> None:
-    text = """
-        import json, random
-        import numpy, torch
-        random.seed(1), numpy.random.seed(1), torch.manual_seed(1)
-        print(json.dumps([random.random(), numpy.random.rand(), torch.rand(1).item()]))
-    """
-    assert each_rank(make_job(), text, 2) == [run_alone(text)] * 2
-
-
-def test_torch_computes_in_forked_worker(make_job: MakeJob) -> None:
-    """A thread pool that started before the fork would have no threads after it."""
-    actual = each_rank(
-        make_job(),
-        """
-        import json, os, torch
-        torch.set_num_threads(2)
-        matrix = torch.ones(300, 300, requires_grad=True)
-        (matrix @ matrix).sum().backward()
-        singular = torch.linalg.svdvals(torch.eye(50)).sum().item()
-        print(json.dumps([matrix.grad[0, 0].item(), singular, torch.get_num_threads()]))
-        """,
-        2,
-    )
-    assert actual == [[600.0, 50.0, 2]] * 2
-
-
-def test_relative_script_path_is_resolved_in_working_directory(
-    make_job: MakeJob, special_path: Path
-) -> None:
-    job = make_job()
-    (special_path / "script.py").write_text("import os; print(ascii(os.getcwd()), ascii(__file__))")
-    job.directory = special_path
-    for start in STARTS:
-        (job.dir / "logs").exists() and (job.dir / "logs" / "node0" / "rank0.out").unlink()
-        assert (
-            as_worker(job, start, "script.py").out
-            == f"{str(special_path)!a} {str(special_path / 'script.py')!a}\n"
-        )
 
 
 UNFINISHED = """

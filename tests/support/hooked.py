@@ -10,8 +10,6 @@ from pathlib import Path
 
 from clusterjob.node.workers import hook
 
-MODES = ["fork", "exec"]
-
 
 def lines_by_rank(text: str) -> list[str]:
     """Return sorted output lines with one rank each; folded lines become one line per rank."""

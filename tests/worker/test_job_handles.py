@@ -21,6 +21,9 @@ from clusterjob.api import notebook
 from clusterjob.core.records import Records
 from clusterjob.errors import JobNotFound, UsageError
 
+# No function here needs torch.
+pytestmark = pytest.mark.usefixtures("plain_python")
+
 
 def wait_for_file(path: str) -> str:
     import pathlib

@@ -146,30 +146,3 @@ def test_port_of_job_store_means_the_job_store_whatever_the_host(
     assert torch_patches.served_at(2346) is None
     monkeypatch.setenv(torch_patches.STORE, "")
     assert torch_patches.served_at(2345) is None
-
-
-def test_init_file_removed_by_script_is_not_created_again(
-    tmp_path: Path,
-) -> None:
-    ended = launch(
-        "fork",
-        2,
-        [
-            group_script(
-                tmp_path,
-                """
-        url = "file://" + os.path.abspath("meeting")
-        dist.init_process_group("gloo", init_method=url, rank=RANK, world_size=WORLD)
-        dist.barrier()
-        if RANK == 0:
-            os.unlink("meeting")
-        dist.barrier()
-        dist.destroy_process_group()
-    """,
-            ),
-            0,
-        ],
-        tmp_path,
-    )
-    assert ended.code == 0, ended.err
-    assert not (tmp_path / "meeting").exists()
