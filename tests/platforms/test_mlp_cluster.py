@@ -112,20 +112,6 @@ def test_run_shows_output_and_names_failed_rank(user: User) -> None:
     )
 
 
-@pytest.mark.slow
-def test_running_job_can_be_followed_and_cancelled(user: User) -> None:
-    job = user.submit(SLEEP, "--nodes", "2")
-    assert user.wait_for_state(job, "RUNNING")["started_at"] is not None
-    following = user.start("logs", "-f", job)
-    wait_until(lambda: "up" in user.output_of(following)[0], TEST_TIMEOUT)
-    user("cancel", job)
-    assert following.wait(TEST_TIMEOUT) == 143
-    assert "CANCELLED" in user.output_of(following)[1]
-    assert user.volc.tasks()[0].status == "Killed"
-    user("wait", job, code=143)
-    assert "had ended already" in user("cancel", job).stderr
-
-
 def test_secrets_appear_in_no_record_and_no_argument(user: User) -> None:
     text = (
         "import os\n"

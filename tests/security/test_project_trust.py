@@ -219,19 +219,6 @@ def test_command_on_terminal_asks_once_and_goes_on(clone: Clone, answer: str, co
     assert clone.call(*args).code == code, "the answer is kept"
 
 
-@pytest.mark.usefixtures("plain_python")
-def test_program_outside_project_is_refused_until_config_file_is_trusted(
-    clone: Clone, outside: Path
-) -> None:
-    args = ("run", "--cluster", "local", str(outside))
-    assert_refused(clone.call(*args), f'[defaults] setup = ["touch {clone.mark}"]')
-    assert not clone.executed
-    assert clone.call("trust", "--yes").code == 0
-    done = clone.call(*args)
-    assert (done.code, done.out.strip()) == (0, "mine"), done.err
-    assert clone.executed
-
-
 @pytest.mark.parametrize(
     ("text", "lines"),
     [

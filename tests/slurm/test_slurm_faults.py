@@ -81,15 +81,6 @@ def test_follow_continues_while_controller_is_down(user: User) -> None:
     user.slurm.start_controller()
 
 
-@pytest.mark.parametrize("delay", [0.0, 0.7])
-def test_scancel_during_start_cancels_job(user: User, delay: float) -> None:
-    job_id = user.submit(SLEEPER, "--nodes", "2")
-    time.sleep(delay)
-    user.slurm.run("scancel", user.slurm_id(job_id))
-    assert user("wait", job_id, code=143).stderr.startswith(f"clusterjob: job {job_id} CANCELLED")
-    wait_for_no_processes(PROMPT)
-
-
 @pytest.mark.parametrize(
     "waiting", ["sleep 1000", "sleep 1000 & wait", "[ $SLURM_NODEID = 0 ] || sleep 1000"]
 )

@@ -1,18 +1,16 @@
-"""Commands, shells and port forwards inside a Slurm job, here and through a login host."""
+"""Commands and shells inside a Slurm job, here and through a login host."""
 
 from __future__ import annotations
 
 import json
-import signal
 import socket
 import subprocess
 import sys
 
 import pytest
-from inside_job import LEFT, Inside, get, of_command
+from inside_job import Inside
 from login_user import GUEST as MEETING
 from login_user import Laptop
-from procs import TEST_TIMEOUT, wait_until
 from slurm_user import GUEST, SLEEPER, User
 from stacked import LIMIT, NOISE, WAITING, check_stacks
 
@@ -76,20 +74,12 @@ def test_workers_of_srun_and_elements_of_arrays_are_found(user: User) -> None:
 
 
 @pytest.mark.slow
-def test_login_host_runs_command_shell_and_forward(laptop: Laptop) -> None:
+def test_login_host_runs_command_and_shell(laptop: Laptop) -> None:
     job_id = laptop.submit(MEETING, "--nodes", "2", "--nproc-per-node", "2")
     laptop.wait_for("up0", "up1", "up2", "up3")
     job = Inside(job_id, laptop.directory)
     job.check_exec("$SLURMD_NODENAME $PWD", f"n2 {laptop.there(job_id) / 'code'}")
     job.check_shell(rank=2, where="echo $SLURMD_NODENAME", answer="n2")
-    with (
-        job.served(node=1, python=str(laptop.python)) as (_, port),
-        job.forwarded(f"0:{port}", "--node", "1") as (forward, [local]),
-    ):
-        assert b"200 OK" in get(local, "script.py")
-        forward.send_signal(signal.SIGINT)
-        assert forward.wait(TEST_TIMEOUT) == 130
-    wait_until(lambda: not of_command("http.server"), LEFT, "the end of the server")
     laptop.leave()
     laptop("wait", job_id)
 

@@ -132,16 +132,6 @@ def test_host_name_hashed_by_openssh_is_found(tmp_path: Path, key: Key) -> None:
     assert files.status(["gpu2"], key.blob)[0] is HostKeyStatus.UNKNOWN
 
 
-def test_changed_known_hosts_file_is_read_again(tmp_path: Path, key: Key, other: Key) -> None:
-    assert known(tmp_path, f"gpu1 {key}").status(["gpu1"], key.blob)[0] is HostKeyStatus.KNOWN
-    assert known(tmp_path, f"gpu1 {other}").status(["gpu1"], key.blob)[0] is HostKeyStatus.CHANGED
-    (tmp_path / "known_hosts").unlink()
-    assert (
-        KnownHosts([tmp_path / "known_hosts"]).status(["gpu1"], key.blob)[0]
-        is HostKeyStatus.UNKNOWN
-    )
-
-
 def test_key_recorded_in_dev_null_is_not_stored(key: Key) -> None:
     known_hosts.record(Path("/dev/null"), "gpu1", kind=key.kind, blob=key.blob, hashed=False)
     assert not KnownHosts([Path("/dev/null")]).kinds(["gpu1"])

@@ -21,15 +21,6 @@ from clusterjob.node.logs.log_files import FILE_NAME
 
 MARKER = "TEST_OF_CLUSTERJOB"  # not CLUSTERJOB_*: the local backend does not pass those to agents
 T = TypeVar("T")
-SAVER = """
-    import time
-    try:
-        print("up", flush=True)
-        time.sleep(1000)
-    except KeyboardInterrupt:
-        time.sleep(1)
-        print("saved", flush=True)
-"""
 
 
 def wait_until(predicate: Callable[[], T], timeout: float, what: str = "the condition") -> T:
