@@ -5,7 +5,6 @@ from __future__ import annotations
 import shlex
 import sys
 
-import code_writer
 import pytest
 from login_user import Laptop
 from slurm_user import User
@@ -68,14 +67,6 @@ def test_held_jobs_run_submitted_script_module_and_shell_script(user: User) -> N
     assert codes[0]["digest"] == codes[1]["digest"] == codes[2]["digest"]
     assert len(codes[0]["digest"]) == 64
     assert codes[0]["git"] is None
-
-
-def test_git_answers_beside_file_of_job_on_login_host(laptop: Laptop) -> None:
-    said = code_writer.make(laptop.directory)
-    done = laptop("run", "--cluster", "hpc", "train.py")
-    assert done.stdout.splitlines() == said
-    [named] = [line for line in done.stderr.splitlines() if "written beside the code" in line]
-    assert named.endswith(": last.pt")
 
 
 @pytest.mark.slow
