@@ -30,6 +30,7 @@ def test_flag_stands_alone_or_has_value(tmp_path: Path, words: list[str], option
     assert "".join(word for word in line.split()[:-1] if "preflight" in word) == option
 
 
+@pytest.mark.slow
 def test_doctor_run_measures_hosts_and_exits_with_0(tmp_path: Path) -> None:
     done = command(tmp_path, "doctor", "--run", *LOCAL, "--nodes", "2", "--preflight=warn")
     lines = done.stdout.splitlines()

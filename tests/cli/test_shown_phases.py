@@ -46,11 +46,11 @@ def slow(work: Path, *words: str) -> list[str]:
     return [*words, "--nodes", "2", "--env", path, "--setup", SLOW_NODE, "train.py"]
 
 
-@pytest.mark.parametrize("how", ["run", "follow", "watch"])
+@pytest.mark.parametrize("how", ["run", "watch"])
 def test_terminal_shows_each_phase(work: Path, how: str) -> None:
-    start = RUN if how == "run" else [*CLUSTERJOB, "submit", "--cluster", "local"]
-    argv = slow(work, *start, *(["--follow"] if how == "follow" else []))
+    argv = slow(work, *RUN)
     if how == "watch":
+        argv = slow(work, *CLUSTERJOB, "submit", "--cluster", "local")
         job_id = subprocess.check_output(argv, cwd=work, text=True).strip()
         argv = [*CLUSTERJOB, "status", "--watch", job_id]
     with Terminal(argv, cwd=work, columns=150) as terminal:

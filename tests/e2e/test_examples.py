@@ -100,6 +100,7 @@ def test_example_trains_as_its_numbers_show(
     check(example(tmp_path, processes, name, *args), numbers)
 
 
+@pytest.mark.slow
 def test_digits_example_below_target_accuracy_fails_job(tmp_path: Path) -> None:
     ran = launch("fork", 1, [EXAMPLES / DIGITS, "--epochs", 1, "--target", 0.999], tmp_path)
     assert ran.code == 1

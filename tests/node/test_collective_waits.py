@@ -35,7 +35,9 @@ TRAIN = """
 """
 
 
-@pytest.mark.parametrize(("slow", "start"), [(1, "fork"), (0, "exec")])
+@pytest.mark.parametrize(
+    ("slow", "start"), [(1, "fork"), pytest.param(0, "exec", marks=pytest.mark.slow)]
+)
 def test_wait_of_slow_rank_is_shorter_by_its_lateness(
     make_job: MakeJob, slow: int, start: str
 ) -> None:

@@ -46,7 +46,7 @@ def test_models_freed_after_their_groups_neither_hang_nor_abort(tmp_path: Path, 
     assert {f"[{rank}] ended well" for rank in range(3)} == set(lines_by_rank(ended.out))
 
 
-@pytest.mark.parametrize("own_port", [True, False])
+@pytest.mark.parametrize("own_port", [pytest.param(True, marks=pytest.mark.slow), False])
 def test_successive_groups_leak_no_descriptors_and_threads(tmp_path: Path, own_port: bool) -> None:
     program = f"""
         import os

@@ -71,7 +71,8 @@ def test_coordinator_that_has_moved_notifies_instead_of_node_0(
     make_job: MakeJob, hook: Hook, *, returns: bool
 ) -> None:
     job = make_job(3)
-    options = ("--spares", "1", "--max-restarts", "2", "--start", "exec", job.script(WAITS))
+    options = ("--spares", "1", "--max-restarts", "2", "--start", "exec", "--lease", "2")
+    options += (job.script(WAITS),)
     env = settings(hook.url, on="start end failure requeue")
     job.start_all(*options, env=env)
     assert sent(hook, 1) == ["RUNNING"]

@@ -129,7 +129,7 @@ def test_secret_reaches_workers_and_no_file_of_job(user: User, tmp_path: Path) -
 
 def test_job_on_queue_can_be_cancelled(user: User, tmp_path: Path) -> None:
     (tmp_path / "work" / "wait.py").write_text(WAIT)
-    ran = user.clusterjob("submit", *FLAGS, "wait.py")
+    ran = user.clusterjob("submit", *FLAGS, "--start", "exec", "wait.py")
     assert ran.code == 0, ran.err
     job = ran.out.split()[-1]
     wait_until(lambda: "] up" in user.clusterjob("logs", job).out, TEST_TIMEOUT)

@@ -180,7 +180,7 @@ ALL_FEATURES = """
 
 
 # A worker started by exec differs from one of torchrun only in its variables.
-@pytest.mark.parametrize("launcher", ["fork", "torchrun"])
+@pytest.mark.parametrize("launcher", ["fork", pytest.param("torchrun", marks=pytest.mark.slow)])
 def test_context_reduces_wraps_and_samples_on_two_ranks(tmp_path: Path, launcher: str) -> None:
     ran = launch(launcher, 2, [script(tmp_path, ALL_FEATURES)], tmp_path)
     assert ran.code == 0, ran.err

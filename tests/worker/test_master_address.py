@@ -106,13 +106,17 @@ def test_torchrun_started_by_worker_has_its_own_workers(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "last",
     [
-        "meet('late', init_method='tcp://127.0.0.1:' + PORT, rank=1, world_size=2)",
-        (
+        pytest.param(
+            "meet('late', init_method='tcp://127.0.0.1:' + PORT, rank=1, world_size=2)",
+            id="init_method",
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(
             "os.environ['MASTER_PORT'] = PORT; os.environ['RANK'] = '1'; "
-            "meet('late', rank=1, world_size=2)"
+            "meet('late', rank=1, world_size=2)",
+            id="variables",
         ),
     ],
-    ids=["init_method", "variables"],
 )
 def test_wait_for_missing_store_is_explained_within_seconds(tmp_path: Path, last: str) -> None:
     port = str(free_port())
