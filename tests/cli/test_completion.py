@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from launching import new_folder
 from procs import TEST_TIMEOUT, wait_until
 from terminals import Terminal
 
@@ -79,8 +80,7 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def make_records(names: list[str]) -> None:
-    folder = Path(os.environ["CLUSTERJOB_HOME"]) / "records"
-    folder.mkdir(parents=True, exist_ok=True)
+    folder = new_folder(Path(os.environ["CLUSTERJOB_HOME"]) / "records")
     for number, name in enumerate(names, start=len(list(folder.iterdir()))):
         path = folder / f"{name}.json"
         path.write_text("{}")

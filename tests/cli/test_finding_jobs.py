@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from launching import new_folder
 from procs import TEST_TIMEOUT
 from terminals import Terminal, show
 
@@ -268,8 +269,7 @@ def logged(save: Save, monkeypatch: pytest.MonkeyPatch) -> Record:
     """Return a job with output of two nodes, which wrote at 1000, 1060 and 1120 s."""
     record = save("log-a")
     for node, ranks in ((0, (0, 1)), (1, (2, 3))):
-        folder = record.job_dir / "logs" / f"node{node}"
-        folder.mkdir()
+        folder = new_folder(record.job_dir / "logs" / f"node{node}")
         timeline = Timeline(folder)
         for step, now in enumerate((1000.0, 1060.0, 1120.0)):
             monkeypatch.setattr(time, "time", lambda now=now, node=node: now + 5000 * node)

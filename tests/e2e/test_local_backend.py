@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from launching import new_folder
 from procs import (
     TEST_TIMEOUT,
     alive,
@@ -91,8 +92,7 @@ def agents_of(record: Record) -> list[int]:
 
 @pytest.fixture
 def project(tmp_path: Path, plain_python: str) -> Project:
-    directory = tmp_path / "work"
-    directory.mkdir()
+    directory = new_folder(tmp_path / "work")
     return Project(directory, plain_python)
 
 
@@ -178,8 +178,7 @@ def test_interpreter_path_may_be_relative_to_workdir(project: Project) -> None:
 
 
 def test_deleted_workdir_fails_job(project: Project) -> None:
-    workdir = project.path("wörk 'dir'\n2")
-    workdir.mkdir()
+    workdir = new_folder(project.path("wörk 'dir'\n2"))
     (workdir / "script.py").touch()
     plan = project.plan("", workdir=str(workdir), snapshot=False)
     shutil.rmtree(workdir)

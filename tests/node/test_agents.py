@@ -17,6 +17,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from launching import new_folder
 from procs import (
     TEST_TIMEOUT,
     WITH_TORCH,
@@ -152,8 +153,7 @@ def test_special_characters_in_paths_and_arguments_are_preserved(
     script = special_path / "-s'c\"r i\np☃t.py"
     script.write_text("import os, sys\nprint(ascii(sys.argv[1:]), ascii(__file__))")
     arguments = ["", "a b", "'", '"', "$(touch x)", "new\nline", "-m", "--", "☃", "\udcff"]
-    job.start_all(str(script), *arguments)
-    assert job.wait() == [0, 0]
+    job.run(str(script), *arguments)
     assert job.log(1, "rank1.out") == f"{arguments!a} {str(script)!a}\n"
 
 
@@ -181,8 +181,7 @@ def test_workers_start_with_empty_stdin_and_no_inherited_descriptors(make_job: M
             except OSError:
                 pass  # the descriptor of listdir itself
     """)
-    job.start(0, "--no-echo", "--nproc-per-node", "2", script)
-    assert job.wait() == [0]
+    job.run("--no-echo", "--nproc-per-node", "2", script)
     assert job.stdout(job.agents[0]) == ""
     for rank in (0, 1):
         lines = job.log(0, f"rank{rank}.out").splitlines()
@@ -221,8 +220,7 @@ def test_worker_failure_on_node_1_ends_job_on_both_nodes(
             {statement}
         time.sleep(1000)
     """)
-    job.start_all("--start", start, "--nproc-per-node", "2", script)
-    assert job.wait() == [code, code]
+    job.run("--start", start, "--nproc-per-node", "2", script, code=code)
     result, failure = job.result, job.result["failure"]
     assert (result["state"], result["exit_code"]) == ("FAILED", code)
     assert (failure["rank"], failure["local_rank"], failure["node_rank"], failure["host"]) == (
@@ -252,8 +250,7 @@ def test_signal_to_process_group_of_a_rank_ends_that_rank_alone(
             os.killpg(0, signal.SIGTERM)
         time.sleep(1000)
     """
-    job.start_all("--nproc-per-node", "2", "--start", start, job.script(text))
-    assert job.wait() == [143]
+    job.run("--nproc-per-node", "2", "--start", start, job.script(text), code=143)
     assert job.result["failure"]["rank"] == 1
     assert "SIGTERM" in job.result["failure"]["message"]
 
@@ -277,8 +274,7 @@ def test_failure_time_is_time_of_exception_not_of_exit(make_job: MakeJob) -> Non
         pathlib.Path("failing1").touch()
         raise ValueError("the second")
     """)
-    job.start_all(script)
-    assert job.wait() == [1, 1]
+    job.run(script, code=1)
     assert (
         job.result["failure"]["rank"],
         job.result["failure"]["exit_code"],
@@ -304,8 +300,7 @@ def test_failure_of_forked_child_is_not_failure_of_worker(make_job: MakeJob) -> 
         time.sleep(0.3)
         raise ValueError("the only failure")
     """)
-    job.start_all("--start", "fork", script)
-    assert job.wait() == [1, 1]
+    job.run("--start", "fork", script, code=1)
     assert (job.result["failure"]["rank"], job.result["failure"]["exit_code"]) == (1, 1)
     assert job.result["consequences"] == []
 
@@ -332,8 +327,7 @@ def test_invalid_data_in_report_pipe_is_ignored(make_job: MakeJob) -> None:
                 left = left[os.write(fd, left):]
         os._exit(9)
     """)
-    job.start(0, "--start", "fork", script)
-    assert job.wait() == [9]
+    job.run("--start", "fork", script, code=9)
     assert job.result["failure"]["rank"] == 0
 
 
@@ -616,8 +610,7 @@ def test_node_that_still_imports_torch_takes_part_in_restart(
     make_job: MakeJob,
 ) -> None:
     job = make_job(2)
-    slow = job.path("slow") / "torch"
-    slow.mkdir(parents=True)
+    slow = new_folder(job.path("slow") / "torch")
     (slow / "__init__.py").write_text(
         "import time\ntime.sleep(2)\n"
         "raise ModuleNotFoundError(\"No module named 'torch'\", name='torch')\n"
@@ -647,8 +640,7 @@ def test_restart_has_fresh_store(make_job: MakeJob) -> None:
             "if os.environ['TORCHELASTIC_RESTART_COUNT'] == '0' else ('none', '-1')",
         )
     )
-    job.start_all("--max-restarts", "1", script, "kill", "1", python=WITH_TORCH)
-    assert job.wait() == [0, 0], [job.stderr(agent) for agent in job.agents]
+    job.run("--max-restarts", "1", script, "kill", "1", python=WITH_TORCH)
     assert job.result["restarts"] == 1
     assert job.log(1, "rank1.restart1.out") == "rank 1 of 2 is done\n"
 
@@ -815,8 +807,7 @@ def test_workers_start_with_default_signal_handlers(make_job: MakeJob, start: st
         handlers = [signal.getsignal(getattr(signal, name)) for name in names]
         pathlib.Path("handlers").write_text(repr(handlers))
     """
-    job.start(0, "--start", start, job.script(text))
-    assert job.wait() == [0]
+    job.run("--start", start, job.script(text))
     plain = [signal.SIG_DFL, signal.default_int_handler, *[signal.SIG_DFL] * 3]
     assert job.path("handlers").read_text() == repr(plain)
 
@@ -866,7 +857,7 @@ def test_newly_forked_workers_obey_sigterm(make_job: MakeJob) -> None:
 
 def test_shell_command_runs_as_worker(make_job: MakeJob) -> None:
     job = make_job(2)
-    job.start_all(
+    job.run(
         "--nproc-per-node",
         "2",
         "--",
@@ -880,14 +871,12 @@ def test_shell_command_runs_as_worker(make_job: MakeJob) -> None:
         "new\nline",
         "--nproc-per-node",
     )
-    assert job.wait() == [0, 0]
     assert job.log(1, "rank3.out") == "3|4|a b||*|new\nline|--nproc-per-node|"
 
 
 def test_missing_command_exits_with_127(make_job: MakeJob) -> None:
     job, command = make_job(2), "/nowhere/at all"
-    job.start_all("--", command, "argument")
-    assert job.wait() == [127, 127]
+    job.run("--", command, "argument", code=127)
     assert f"cannot start {command}: No such file or directory" in job.result["failure"]["message"]
     assert f"cannot start {command}" in job.stderr(job.agents[0])
     assert "Traceback" not in job.stderr(job.agents[0])
@@ -900,8 +889,7 @@ def test_command_has_same_signal_dispositions_as_in_shell(make_job: MakeJob) -> 
     # The dispositions that this test itself has inherited.
     expected = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True).stdout
     assert expected.endswith("y\n")
-    job.start(0, "--", *command)
-    assert job.wait() == [0]
+    job.run("--", *command)
     assert job.log(0, "rank0.out") == expected
     assert job.log(0, "rank0.err") == ""
 

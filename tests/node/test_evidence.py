@@ -41,8 +41,7 @@ def test_stacks_of_peers_are_saved_before_each_restart(make_job: MakeJob) -> Non
             raise ValueError("boom")
         time.sleep(1000)
     """)
-    job.start_all("--nproc-per-node", "2", "--max-restarts", "1", script)
-    assert job.wait() == [1, 1]
+    job.run("--nproc-per-node", "2", "--max-restarts", "1", script, code=1)
     for stem in ("stacks", "stacks.restart1"):
         data = saved(job, stem=stem)
         assert ranks(data) == [0, 1, 2]
@@ -67,8 +66,7 @@ def test_stacks_and_flight_recorder_are_saved_at_the_time_limit(make_job: MakeJo
         time.sleep(1000)
     """)
     flags = ("--nproc-per-node", "2", "--time-limit", "3")
-    job.start_all(*flags, script, python=(sys.executable,))
-    assert job.wait() == [124]
+    job.run(*flags, script, python=(sys.executable,), code=124)
     data = saved(job)
     assert ranks(data) == [0, 1]
     assert data["why"] == "the time limit of 3 s was reached"

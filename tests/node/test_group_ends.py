@@ -41,8 +41,7 @@ FREED_LATE = """
 
 @pytest.mark.parametrize("mode", ["fork", pytest.param("exec", marks=pytest.mark.slow)])
 def test_models_freed_after_their_groups_neither_hang_nor_abort(tmp_path: Path, mode: str) -> None:
-    ended = launch(mode, 3, [script(tmp_path, FREED_LATE)], tmp_path)
-    assert ended.code == 0, ended.err
+    ended = launch(mode, 3, [script(tmp_path, FREED_LATE)], tmp_path, code=0)
     assert {f"[{rank}] ended well" for rank in range(3)} == set(lines_by_rank(ended.out))
 
 
@@ -70,8 +69,7 @@ def test_successive_groups_leak_no_descriptors_and_threads(tmp_path: Path, own_p
         assert counts[-1] <= counts[2], counts
         print("met twelve times")
     """
-    ended = launch("fork", 2, [script(tmp_path, program)], tmp_path)
-    assert ended.code == 0, ended.err
+    ended = launch("fork", 2, [script(tmp_path, program)], tmp_path, code=0)
     assert lines_by_rank(ended.out) == ["[0] met twelve times", "[1] met twelve times"]
 
 
@@ -87,8 +85,7 @@ def test_bootstrap_serves_store_on_port_of_script_for_successive_groups(
             with bootstrap.init(timeout=60) as ctx:
                 print("met", ctx.reduce(1, "sum"))
     """
-    ended = launch("fork", 2, [script(tmp_path, program), free_port()], tmp_path)
-    assert ended.code == 0, ended.err
+    ended = launch("fork", 2, [script(tmp_path, program), free_port()], tmp_path, code=0)
     assert lines_by_rank(ended.out) == ["[0] met 2"] * 3 + ["[1] met 2"] * 3
 
 

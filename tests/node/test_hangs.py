@@ -14,6 +14,7 @@ from typing import Any
 
 import hanging_fuse
 import pytest
+from launching import new_folder
 from procs import PLAIN, TEST_TIMEOUT, Job
 
 MakeJob = Callable[..., Job]
@@ -106,8 +107,7 @@ def hanging(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Job]
     """One job for each fault, all at once: they only wait."""
     names = [name for name in NAMES if name != "read" or hanging_fuse.can_mount()]
     directory = tmp_path_factory.mktemp("hangs")
-    mount = directory / "mount"
-    mount.mkdir()
+    mount = new_folder(directory / "mount")
     jobs: dict[str, Job] = {}
     with hanging_fuse.mounted(mount) if "read" in names else nullcontext(mount) as file:
         try:
@@ -182,8 +182,7 @@ def test_heartbeats_keep_a_silent_job_alive(make_job: MakeJob, launcher: str) ->
     """)
     flags = ("--hang-timeout", "3", "--launcher", launcher, "--nproc-per-node", "2")
     begin = time.monotonic()
-    job.start_all(*flags, script, python=TORCH)
-    assert job.wait() == [1]
+    job.run(*flags, script, python=TORCH, code=1)
     assert time.monotonic() - begin > 8
     message = job.result["failure"]["message"]
     assert message.startswith("no progress for 3s: ")

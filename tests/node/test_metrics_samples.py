@@ -452,8 +452,7 @@ def test_port_in_use_is_one_line_and_the_job_goes_on(make_job: Callable[..., Job
     job = make_job()
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = str(taken.getsockname()[1])
-        job.start_all("--metrics-port", port, job.script("print('done')"), python=NO_TORCH)
-        assert job.wait() == [0]
+        job.run("--metrics-port", port, job.script("print('done')"), python=NO_TORCH)
     said = job.stderr(job.agents[0]) + job.stdout(job.agents[0])
     assert said.count(f"node 0 serves no metrics on port {port}: ") == 1
 

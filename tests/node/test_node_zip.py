@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from launching import new_folder
 from procs import TEST_TIMEOUT
 
 import clusterjob
@@ -297,8 +298,7 @@ def test_node_zip_runs_job_without_installed_packages(
         "import os, sys, clusterjob; "
         "print(os.environ['RANK'], sys.argv[1:], clusterjob.__file__, clusterjob.__version__)\n"
     )
-    elsewhere = tmp_path / "elsewhere"
-    elsewhere.mkdir()
+    elsewhere = new_folder(tmp_path / "elsewhere")
     environ = {**CLEAN, "CLUSTERJOB_JOB_DIR": str(tmp_path / "job")}
     command = [sys.executable, *flags, str(zip_file), "--start", "fork", str(script), "--flag"]
     done = subprocess.run(
@@ -324,8 +324,7 @@ def test_node_zip_runs_job_without_installed_packages(
 def test_old_python_is_refused_with_required_version(
     zip_file: Path, tmp_path: Path, version: tuple[int, int]
 ) -> None:
-    ends = tmp_path / "job" / "ends"
-    ends.mkdir(parents=True)
+    ends = new_folder(tmp_path / "job" / "ends")
     environ = {**CLEAN, "CLUSTERJOB_JOB_DIR": str(tmp_path / "job"), "CLUSTERJOB_NODE_RANK": "3"}
     command = [PYTHONS[version], str(zip_file), "--nproc-per-node", "1", "script.py"]
     done = subprocess.run(

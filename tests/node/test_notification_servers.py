@@ -53,8 +53,7 @@ def test_job_notifies_of_start_restart_and_end_in_order(make_job: MakeJob, hook:
     job = make_job(2)
     options = ("--nproc-per-node", "1", "--max-restarts", "1", "--start", "exec")
     env = settings(hook.url, commands=("touch told",), on="start end failure")
-    job.start_all(*options, job.script(FAILS_ONCE), env=env)
-    assert job.wait() == [0, 0]
+    job.run(*options, job.script(FAILS_ONCE), env=env)
     assert hook.states == ["RUNNING", "RESTARTING, restart 1 of 1", "SUCCEEDED"]
     assert job.path("told").exists()
     start, restart, end = (message["message"].splitlines() for message in hook.received)
@@ -132,8 +131,7 @@ def test_server_that_never_answers_delays_last_process_by_at_most_ten_seconds(
 def test_attempt_after_lost_attempt_is_notified_as_requeue(make_job: MakeJob, hook: Hook) -> None:
     job = make_job(1)
     env = settings(hook.url, on="requeue")
-    job.start(0, "--", "true", env=env | {"CLUSTERJOB_ATTEMPT": "1"})
-    assert job.wait() == [0]
+    job.run("--", "true", env=env | {"CLUSTERJOB_ATTEMPT": "1"})
     assert hook.states == ["QUEUED AGAIN, attempt 1 starts"]
 
 

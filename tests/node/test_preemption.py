@@ -189,8 +189,7 @@ def test_warning_before_agents_listen_preempts_job(make_job: MakeJob) -> None:
     job = make_job(2)
     (job.dir / "ends").mkdir()
     ends.warning_file(job.dir, 0).touch()
-    job.start_all(*WARNING, write_scripts(job, IGNORES_WARNING))
-    assert job.wait() == [75, 75]
+    job.run(*WARNING, write_scripts(job, IGNORES_WARNING), code=75)
     check_preempted(
         job, f"a warning on {HOST}, while the job was starting", "before its workers had started"
     )

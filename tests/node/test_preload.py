@@ -70,8 +70,7 @@ def test_missing_file_and_module_of_an_installation_do_not_train(tmp_path: Path)
 @pytest.mark.parametrize("start", ["fork", "exec"])
 def test_workers_that_train_share_one_import_of_the_compiler(make_job: MakeJob, start: str) -> None:
     job = make_job(1)
-    job.start_all("--nproc-per-node", "2", "--start", start, job.script(STEP), python=WITH_TORCH)
-    assert job.wait() == [0]
+    job.run("--nproc-per-node", "2", "--start", start, job.script(STEP), python=WITH_TORCH)
     for rank in (0, 1):
         assert json.loads(job.log(0, f"rank{rank}.out")) == [start == "fork", start == "fork", True]
 
@@ -120,8 +119,7 @@ def test_worker_frees_objects_of_nanobind_at_its_end_as_plain_python_does(
         last = Last()
     """)
     env = {"PYTHONPATH": f"{job.dir.parent}{os.pathsep}{ROOT}"}
-    job.start(0, "--start", "fork", script, python=WITH_TORCH, env=env)
-    assert job.wait() == [0]
+    job.run("--start", "fork", script, python=WITH_TORCH, env=env)
     assert job.log(0, "rank0.out").split("\n") == ["frozen", "frozen 0"]
 
 

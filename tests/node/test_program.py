@@ -20,7 +20,7 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from launching import Run, run
+from launching import Run, new_folder, run
 from procs import PLAIN, TEST_TIMEOUT, WITH_TORCH, Job
 
 from clusterjob.node.program import Program
@@ -655,8 +655,7 @@ def test_killed_worker_leaves_all_it_wrote_in_order_even_without_newline(
 
 @pytest.mark.parametrize("kind", ["directory", "zipapp", "bytecode"])
 def test_program_that_is_no_source_file_runs_by_exec(tmp_path: Path, kind: str) -> None:
-    app = tmp_path / "app"
-    app.mkdir()
+    app = new_folder(tmp_path / "app")
     (app / "helper.py").write_text("WORD = 'helped'")
     (app / "__main__.py").write_text("import helper\nprint(helper.WORD, __name__)")
     (tmp_path / "plain.py").write_text("print('helped', __name__)")
@@ -669,8 +668,7 @@ def test_program_that_is_no_source_file_runs_by_exec(tmp_path: Path, kind: str) 
 
 
 def test_module_beside_the_script_is_found_before_a_loaded_one_of_python(tmp_path: Path) -> None:
-    own = tmp_path / "own"  # `python -m` searches the working directory for the launcher's modules
-    own.mkdir()
+    own = new_folder(tmp_path / "own")
     for name in ("secrets", "statistics", "profile"):
         (own / f"{name}.py").write_text(f"OWN = {name!r}")
     (own / "main.py").write_text(

@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable, Iterator
 
 import pytest
+from launching import new_folder
 from namespaces import Machine, machines, skip_reason
 from procs import TEST_TIMEOUT, WITH_TORCH, Job, below, wait_until
 
@@ -205,8 +206,7 @@ LEAVE = """
 
 def test_rank_that_exits_while_others_wait_in_collective_is_root_cause(make_job: MakeJob) -> None:
     job = make_job(2)
-    job.start_all("--nproc-per-node", "2", job.script(LEAVE), python=WITH_TORCH)
-    assert job.wait() == [1, 1]
+    job.run("--nproc-per-node", "2", job.script(LEAVE), python=WITH_TORCH, code=1)
     failure, others = job.result["failure"], {item["rank"] for item in job.result["consequences"]}
     assert (failure["rank"], failure["kind"], failure["exit_code"]) == (1, "early_exit", 0), (
         job.result
@@ -225,8 +225,7 @@ def test_rank_that_exits_while_others_wait_in_collective_is_root_cause(make_job:
 @pytest.mark.slow
 def test_time_limit_excludes_import_of_torch(make_job: MakeJob) -> None:
     job = make_job(2)
-    slow = job.directory / "slow" / "torch"
-    slow.mkdir(parents=True)
+    slow = new_folder(job.directory / "slow" / "torch")
     (slow / "__init__.py").write_text("import time\ntime.sleep(4)\nraise ImportError('no torch')\n")
     script = job.script("import time; time.sleep(0.2)")
     for node_rank in (0, 1):

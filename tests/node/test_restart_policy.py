@@ -23,8 +23,7 @@ def attempts(job: Job, *names: str) -> list[tuple[Any, ...]]:
 
 def test_same_exception_in_two_rounds_ends_the_job(make_job: MakeJob) -> None:
     job = make_job(2)
-    job.start_all("--max-restarts", "5", job.script(BOOM))
-    assert job.wait() == [1, 1]
+    job.run("--max-restarts", "5", job.script(BOOM), code=1)
     why = "(not restarted: the same error at script.py:4 in two attempts: it would fail again)"
     assert job.result["reason"].endswith(why)
     assert why in job.stderr(job.agents[0])
@@ -39,8 +38,7 @@ def test_same_exception_in_two_rounds_ends_the_job(make_job: MakeJob) -> None:
 
 def test_certain_failure_ends_the_job_at_once(make_job: MakeJob) -> None:
     job = make_job(1)
-    job.start(0, "--max-restarts", "5", job.script("raise MemoryError"))
-    assert job.wait() == [1]
+    job.run("--max-restarts", "5", job.script("raise MemoryError"), code=1)
     why = "the memory is too small for this job"
     assert (job.result["restarts"], why in job.result["reason"]) == (0, True)
 

@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from launching import write_tree
+from launching import new_folder, write_tree
 from procs import TEST_TIMEOUT
 
 from clusterjob.node.workers import hook
@@ -110,8 +110,7 @@ def test_file_that_snapshot_leaves_out_is_current(tree: Tree) -> None:
 
 
 def test_editable_installation_on_sys_path_is_old(tree: Tree, tmp_path: Path) -> None:
-    site = tmp_path / "site"
-    site.mkdir()
+    site = new_folder(tmp_path / "site")
     (site / "edited.pth").write_text(f"{tree.current / 'src'}\n")
     tree.environ["PYTHONPATH"] = tree.environ["PYTHONPATH"].partition(":")[0]
     text = f"import site; site.addsitedir({str(site)!r}); import src_mod; print(src_mod.V)"

@@ -94,8 +94,7 @@ def test_stuck_forked_worker_is_reported_with_stack_as_root_cause(make_job: Make
 
 def test_missing_rank_0_is_reported_by_other_ranks(make_job: MakeJob) -> None:
     job = make_job(2)
-    job.start_all(late(job, 0, "time.sleep(1000)"), python=WITH_TORCH)
-    assert job.wait() == [1, 1]
+    job.run(late(job, 0, "time.sleep(1000)"), python=WITH_TORCH, code=1)
     output = job.log(1, "rank1.err")
     waiting = "clusterjob: waiting for rank 0 (node 0): started, and not yet at init(); "
     notice = next(line for line in output.splitlines() if line.startswith(waiting))

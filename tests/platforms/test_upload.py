@@ -13,7 +13,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from launching import run
+from launching import executable, new_folder, run
 from written_job import lines_of
 
 from clusterjob.backends import shared
@@ -37,17 +37,14 @@ FILES = [
 
 @pytest.fixture
 def work(tmp_path: Path) -> Path:
-    folder = tmp_path / "work"
-    folder.mkdir()
+    folder = new_folder(tmp_path / "work")
     (folder / "train.py").write_text("print('trained')\n")
     return folder
 
 
 @pytest.fixture
 def job_dir(tmp_path: Path) -> Path:
-    folder = tmp_path / "job"
-    folder.mkdir()
-    return folder
+    return new_folder(tmp_path / "job")
 
 
 def spec_of(work: Path, **fields: object) -> JobSpec:
@@ -209,8 +206,7 @@ def test_job_without_sync_runs_in_its_workdir(work: Path, job_dir: Path, tmp_pat
     (work / "train.py").write_text(SHOW)
     spec = spec_of(work, sync=False)
     staged = upload.stage(spec, job_dir, files=entry(spec, job_dir, workdir=str(work)))
-    ran = run(["bash", uploaded(staged.root, tmp_path / "code")], tmp_path, ALONE)
-    assert ran.code == 0, ran.err + ran.out
+    ran = run(["bash", uploaded(staged.root, tmp_path / "code")], tmp_path, ALONE, code=0)
     assert printed(job_dir, ran.out)["at"] == str(work)
 
 
@@ -218,8 +214,7 @@ def test_entry_script_restores_modes_links_and_empty_directories(
     work: Path, job_dir: Path, tmp_path: Path
 ) -> None:
     (work / "empty -rf" / "deeper").mkdir(parents=True)
-    (work / "tool.sh").write_text("#!/bin/sh\necho ran the tool\n")
-    (work / "tool.sh").chmod(0o755)
+    executable(work / "tool.sh", "#!/bin/sh\necho ran the tool\n")
     (work / "-link \n'x'").symlink_to("tool.sh")
     (work / "data").symlink_to("/nonexistent/on the platform")
     (work / "train.py").write_text(
@@ -232,8 +227,7 @@ def test_entry_script_restores_modes_links_and_empty_directories(
     staged = upload.stage(spec, job_dir, files=entry(spec, job_dir))
     path = uploaded(staged.root, tmp_path / "code")
     for _ in range(2):  # two nodes may share the directory
-        ran = run(["bash", path], work, ALONE)
-        assert ran.code == 0, ran.err + ran.out
+        ran = run(["bash", path], work, ALONE, code=0)
         assert "ran the tool" in ran.out
         assert ran.err == ""
 
@@ -293,8 +287,7 @@ def test_agent_that_cannot_start_reports_reason_in_log(
     spec = spec_of(work)
     path = uploaded(upload.stage(spec, job_dir, files=entry(spec, job_dir)).root, tmp_path / "code")
     # The other MLP variables of a two-node task are missing.
-    ran = run(["bash", path], work, ALONE | {"MLP_WORKER_NUM": "2"})
-    assert ran.code == 2, ran.out
+    ran = run(["bash", path], work, ALONE | {"MLP_WORKER_NUM": "2"}, code=2)
     LogStream(job_dir, 0).take((ran.out + ran.err).split("\n")[:-1])
     (failure,) = ends.refusals(job_dir)
     assert (failure.exit_code, "MLP_WORKER_0_HOST is not set" in failure.message) == (2, True)

@@ -16,6 +16,7 @@ import pytest
 from commands import command
 from fuzzing import JSON, changed, emptied, fuzz
 from hypothesis import strategies as st
+from launching import new_folder
 from procs import TEST_TIMEOUT
 from written_job import lines_of
 
@@ -239,8 +240,7 @@ NOTE = st.builds(
 def test_timeline_of_any_content_loses_no_log_line(
     tmp_path: Path, notes: list[bytes], data: bytes
 ) -> None:
-    folder = log_files.node_directory(tmp_path, 0)
-    folder.mkdir(parents=True, exist_ok=True)
+    folder = new_folder(log_files.node_directory(tmp_path, 0))
     (folder / "timeline").write_bytes(b"\n".join(notes))
     (folder / "rank0.out").write_bytes(data)
     reader = LogReader(tmp_path)

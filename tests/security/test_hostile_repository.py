@@ -16,7 +16,7 @@ import pytest
 from commands import command
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from launching import write_tree
+from launching import executable, new_folder, write_tree
 
 from clusterjob.core import snapshot, uv_project
 from clusterjob.core.snapshot import git_revision
@@ -52,9 +52,7 @@ def repository(tmp_path: Path) -> Path:
 
 def plant_commands(root: Path, mark: Path) -> None:
     """Put a command into each place where git's configuration, hooks and attributes allow one."""
-    script = root / ".git" / "evil"
-    script.write_text(f"#!/bin/sh\necho \"$0 $*\" >> '{mark}'\ncat\n")
-    script.chmod(0o755)
+    script = executable(root / ".git" / "evil", f"#!/bin/sh\necho \"$0 $*\" >> '{mark}'\ncat\n")
     for key in (
         "diff.external", "filter.evil.clean", "filter.evil.smudge", "filter.evil.process",
         "diff.evil.command", "diff.evil.textconv", "core.fsmonitor", "core.pager",
@@ -411,8 +409,7 @@ source = { path = "%s" }
 def test_uv_sends_neither_files_behind_links_nor_secrets(
     tmp_path: Path, name: str, link: str, why: str
 ) -> None:
-    project = tmp_path / "project"
-    project.mkdir()
+    project = new_folder(tmp_path / "project")
     (tmp_path / "secret").write_text("of mine")
     (tmp_path / "evil.whl").write_text("of mine")
     (project / "wheels").symlink_to(tmp_path)

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from launching import Run, finish
+from launching import Run, executable, finish
 from preloaded import Preloaded
 from terminals import Terminal
 
@@ -40,8 +40,7 @@ class Clone:
         (root / "train.py").write_text("print('trained')\n")
         (root / "pkg").mkdir()
         (root / "pkg" / "__main__.py").write_text("print('trained')\n")
-        (root / "run.sh").write_text("#!/bin/sh\necho trained\n")
-        (root / "run.sh").chmod(0o755)
+        executable(root / "run.sh", "#!/bin/sh\necho trained\n")
         (root / "ssh_config").write_text(
             f"Match exec \"touch '{self.mark}'\"\nHost *\nHostName 127.0.0.1\nPort 1\n"
         )
@@ -433,8 +432,7 @@ def test_read_only_commands_execute_nothing_of_project(clone: Clone) -> None:
     (clone.root / "evil.j2").write_text(
         f"{{{{ cycler.__init__.__globals__.os.system('touch {clone.mark}') }}}}"
     )
-    (clone.root / "fake-python").write_text(f"#!/bin/sh\ntouch {clone.mark}\n")
-    (clone.root / "fake-python").chmod(0o755)
+    executable(clone.root / "fake-python", f"#!/bin/sh\ntouch {clone.mark}\n")
     text = (
         f"[defaults]\nsetup = 'touch {clone.mark}'\npython = './fake-python'\n"
         "env = {LD_PRELOAD = './evil.so'}\n"
@@ -470,8 +468,7 @@ def test_init_runs_no_interpreter_of_project_and_asks_before_it_is_trusted(
     (clone.root / ".venv/lib/python3.99/site-packages/torch").mkdir(parents=True)
     (clone.root / ".venv/lib/python3.99/site-packages/torch/__init__.py").touch()
     python.parent.mkdir()
-    python.write_text(f'#!/bin/sh\ntouch {clone.mark}\nexec {sys.executable} "$@"\n')
-    python.chmod(0o755)
+    executable(python, f'#!/bin/sh\ntouch {clone.mark}\nexec {sys.executable} "$@"\n')
     code, shown = clone.on_terminal(answers, "init", *([] if answers else ["--yes"]))
     assert (code, clone.executed) == (0, False), shown
     assert str(python) in shown

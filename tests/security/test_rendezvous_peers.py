@@ -114,8 +114,7 @@ def test_agent_raises_its_open_file_limit_and_workers_keep_theirs(
             print(resource.prlimit(agent, resource.RLIMIT_NOFILE))
     """)
     limit = f'ulimit -Sn {FILE_LIMIT}; exec "$@"'
-    job.start(0, script, python=("sh", "-c", limit, "sh", sys.executable, "-S"))
-    assert job.wait() == [0]
+    job.run(script, python=("sh", "-c", limit, "sh", sys.executable, "-S"))
     hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     assert job.log(0, "rank0.out").splitlines() == [str(FILE_LIMIT), str((hard, hard))]
 

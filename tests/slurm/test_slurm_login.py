@@ -10,6 +10,7 @@ import os
 import stat
 
 import pytest
+from launching import executable, new_folder
 from login_user import GUEST, Laptop
 from procs import wait_for_no_processes, wait_until
 from slurm_user import PROMPT
@@ -110,8 +111,7 @@ def test_shell_special_characters_arrive_unchanged(laptop: Laptop) -> None:
 
 def test_no_sync_job_uses_workdir_setup_lines_and_remote_python(laptop: Laptop) -> None:
     laptop.patch.delenv("CLUSTERJOB_PYTHON")
-    elsewhere = laptop.login.home / "project"
-    elsewhere.mkdir()
+    elsewhere = new_folder(laptop.login.home / "project")
     (elsewhere / "only_there.py").write_text(
         "import os, sys\nprint(os.getcwd(), os.environ['FROM_SETUP'], sys.executable)\n"
     )
@@ -182,15 +182,14 @@ def test_follow_waits_for_restarted_sshd_of_login_host(laptop: Laptop) -> None:
 
 
 def test_job_is_found_after_connection_breaks_during_sbatch(laptop: Laptop) -> None:
-    bin_ = laptop.login.directory / "bin"
-    bin_.mkdir()
+    bin_ = new_folder(laptop.login.directory / "bin")
     # The wrapper submits the job, but the connection breaks before it ends.
     # Queries for the job fail, too.
     test_only = 'case "$*" in *--test-only*) exec /usr/bin/sbatch "$@";; esac'
-    (bin_ / "sbatch").write_text(
-        f'#!/bin/sh\n{test_only}\n/usr/bin/sbatch "$@"\ntouch {laptop.meeting}/taken\nsleep 5\n'
+    executable(
+        bin_ / "sbatch",
+        f'#!/bin/sh\n{test_only}\n/usr/bin/sbatch "$@"\ntouch {laptop.meeting}/taken\nsleep 5\n',
     )
-    (bin_ / "sbatch").chmod(0o755)
     # Slurm's commands are searched for in the PATH of a login shell.
     (laptop.login.home / ".bash_profile").write_text(f"export PATH={bin_}:/usr/bin:/bin\n")
     command = laptop.start("submit", "--cluster", "hpc", laptop.script(GUEST))
@@ -238,8 +237,7 @@ def test_each_submit_error_is_one_line_and_leaves_no_files(laptop: Laptop) -> No
     )
     laptop.login.stop()
     del laptop.login.environment["SLURM_CONF"]
-    bin_ = laptop.login.directory / "bin"
-    bin_.mkdir()
+    bin_ = new_folder(laptop.login.directory / "bin")
     for name in ("bash", "python3", "env", "ls"):
         (bin_ / name).symlink_to(f"/usr/bin/{name}")
     laptop.login.environment["PATH"] = str(bin_)

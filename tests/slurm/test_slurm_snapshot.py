@@ -6,6 +6,7 @@ import shlex
 import sys
 
 import pytest
+from launching import new_folder
 from login_user import Laptop
 from slurm_user import User
 
@@ -19,8 +20,7 @@ CURRENT = "ran 2 2 2 new"
 
 
 def write_version(user: User, version: int) -> None:
-    pack = user.path("pack")
-    pack.mkdir(exist_ok=True)
+    pack = new_folder(user.path("pack"))
     user.path("train.py").write_text(TRAIN.format(version=version))
     user.path("helper.py").write_text(f"VERSION = {version}\n")
     (pack / "__init__.py").touch()

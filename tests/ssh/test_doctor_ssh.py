@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 from doctoring import Diagnosis, doctor, light_torch
+from launching import executable
 from ssh_network import SshHost
 from sshsite import Site
 
@@ -122,11 +123,11 @@ def test_wrong_clock_is_warning(diagnose: HostDoctor, tmp_path: Path) -> None:
     shift = (
         "import sys, time; real = time.time; time.time = lambda: real() - 3600; exec(sys.argv[1])"
     )
-    late.write_text(
+    executable(
+        late,
         f'#!/bin/sh\n[ "$1" = -c ] || exec {sys.executable} -S "$@"\n'
-        f'shift; exec {sys.executable} -S -c {shlex.quote(shift)} "$@"\n'
+        f'shift; exec {sys.executable} -S -c {shlex.quote(shift)} "$@"\n',
     )
-    late.chmod(0o755)
     found = diagnose(python=str(late))
     assert found.fit
     assert found.state("clock") == "warning"

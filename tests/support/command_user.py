@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 from commands import CLUSTERJOB, PACKAGE
-from launching import finish
+from launching import executable, finish, new_folder
 from preloaded import Preloaded
 from procs import TEST_TIMEOUT, kill_all, own_processes, wait_for_no_processes, wait_until
 
@@ -62,11 +62,11 @@ class CommandUser:
         real = subprocess.run(
             ["which", name], capture_output=True, text=True, check=False
         ).stdout.strip()
-        (bin_ / name).write_text(
+        executable(
+            bin_ / name,
             f"#!/bin/sh\nREAL={shlex.quote(real)} NOTES={shlex.quote(str(notes))}\n"
-            f"{textwrap.dedent(text)}"
+            f"{textwrap.dedent(text)}",
         )
-        (bin_ / name).chmod(0o755)
         if not os.environ["PATH"].startswith(f"{bin_}:"):
             self.patch.setenv("PATH", f"{bin_}:{os.environ['PATH']}")
         return notes
@@ -201,8 +201,7 @@ def new_user(
     made: list[Any] = []
 
     def make(place: Any, kind: Callable[..., Any]) -> Any:
-        directory = tmp_path / "work"
-        directory.mkdir()
+        directory = new_folder(tmp_path / "work")
         made.append(kind(place, directory, monkeypatch, preloaded_commands))
         return made[0]
 

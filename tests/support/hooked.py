@@ -8,6 +8,8 @@ import sys
 import textwrap
 from pathlib import Path
 
+from launching import new_folder
+
 from clusterjob.node.workers import hook
 
 
@@ -24,8 +26,7 @@ def lines_by_rank(text: str) -> list[str]:
 
 def hooked_path(directory: Path) -> str:
     """Return a worker's PYTHONPATH, with a sitecustomize and a usercustomize of the user."""
-    own = directory / "own"
-    own.mkdir()
+    own = new_folder(directory / "own")
     (own / "sitecustomize.py").write_text("import sys; sys.from_site = True\n")
     (own / "usercustomize.py").write_text("import sys; sys.from_user = True\n")
     return hook.write(directory, {"PYTHONPATH": str(own)})["PYTHONPATH"]

@@ -19,6 +19,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from launching import executable, new_folder
+
 from clusterjob.core import python_env
 from clusterjob.core.render import render, sh
 from clusterjob.core.spec import JobSpec
@@ -82,8 +84,7 @@ def conda_archive(directory: Path) -> Path:
     (prefix / "conda-meta").mkdir()
     (prefix / "conda-meta" / "history").touch()
     (prefix / "conda-meta" / f"python-{version}-0.json").write_text(json.dumps(record))
-    (prefix / "bin" / "tool").write_text(f"#!{prefix}/bin/python\nprint('tool')\n")
-    (prefix / "bin" / "tool").chmod(0o755)
+    executable(prefix / "bin" / "tool", f"#!{prefix}/bin/python\nprint('tool')\n")
     path = directory / "conda.tar.gz"
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -163,8 +164,7 @@ class Preparation:
 
     @classmethod
     def of(cls, directory: Path, **fields: object) -> Preparation:
-        base = directory / "disk"
-        base.mkdir(exist_ok=True)
+        base = new_folder(directory / "disk")
         program = Program("command", "true")
         values = {"env_cache": str(base), "python": "python3"} | fields
         return cls(JobSpec(program, directory, **values), directory, {})  # type: ignore[arg-type]

@@ -17,6 +17,8 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
+from launching import new_folder
+
 from clusterjob.node.logs.log_files import FILE_NAME
 
 MARKER = "TEST_OF_CLUSTERJOB"  # not CLUSTERJOB_*: the local backend does not pass those to agents
@@ -212,8 +214,7 @@ class Job:
         self.nnodes = nnodes
         self.id = f"test-{uuid.uuid4().hex[:12]}"
         self.token = uuid.uuid4().hex
-        self.dir = directory / "job"
-        self.dir.mkdir()
+        self.dir = new_folder(directory / "job")
         self.agents: list[subprocess.Popen[bytes]] = []
         self._outputs: dict[int, tuple[Path, Path]] = {}
 
@@ -266,6 +267,11 @@ class Job:
     ) -> None:
         for node_rank in range(self.nnodes):
             self.start(node_rank, *arguments, python=python, env=env)
+
+    def run(self, *arguments: str, code: int = 0, **more: Any) -> None:
+        """Run the job; fail the test unless all agents end with this exit code."""
+        self.start_all(*arguments, **more)
+        assert self.wait() == [code] * self.nnodes, [self.stderr(agent) for agent in self.agents]
 
     def wait(self, timeout: float = TEST_TIMEOUT) -> list[int]:
         """Wait for all agents; return their exit codes in start order."""
@@ -344,8 +350,7 @@ def job_factory(directory: Path) -> Iterator[Callable[..., Job]]:
     made: list[Job] = []
 
     def make(nnodes: int = 1) -> Job:
-        job_directory = directory / f"job{len(made)}"
-        job_directory.mkdir()
+        job_directory = new_folder(directory / f"job{len(made)}")
         made.append(Job(job_directory, nnodes))
         return made[-1]
 

@@ -26,6 +26,7 @@ from pathlib import Path
 
 import namespaces
 import pytest
+from launching import executable
 from procs import MARKER, alive, command_line, missing_programs, wait_until
 
 _PATH = f"{os.environ['PATH']}:/usr/sbin:/sbin"
@@ -333,7 +334,4 @@ def require_ssh_network() -> None:
 
 def python_without_torch(directory: Path) -> Path:
     """Write a Python interpreter that starts fast because it sees no installed packages."""
-    path = directory / "plain-python"
-    path.write_text(f'#!/bin/sh\nexec "{sys.executable}" -S "$@"\n')
-    path.chmod(0o755)
-    return path
+    return executable(directory / "plain-python", f'#!/bin/sh\nexec "{sys.executable}" -S "$@"\n')

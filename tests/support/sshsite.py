@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from launching import new_folder
 from procs import wait_until
 from ssh_network import SshHost, SshNetwork, checked_output, python_without_torch
 
@@ -129,8 +130,7 @@ class Site:
 
 @pytest.fixture
 def site(ssh_network: SshNetwork, tmp_path: Path) -> Iterator[Site]:
-    directory = tmp_path / "work"
-    directory.mkdir()
+    directory = new_folder(tmp_path / "work")
     for host in ssh_network.hosts.values():
         subprocess.run(["rm", "-rf", host.home / ".clusterjob"], check=True)
     yield Site(ssh_network, directory)

@@ -14,7 +14,7 @@ from typing import Any
 from unittest.mock import Mock
 
 import pytest
-from launching import write_tree
+from launching import executable, new_folder, write_tree
 
 from clusterjob.backends.base import Status
 from clusterjob.backends.batch_command import attempts
@@ -38,8 +38,7 @@ def record(job_id: str, directory: Path, **more: Any) -> Record:
         "options": {"poll": "0.001"} | more.pop("options", {}),
         "max_restarts": more.pop("max_restarts", 0),
     }
-    job_dir = directory / job_id
-    job_dir.mkdir()
+    job_dir = new_folder(directory / job_id)
     fields = {
         "handle": Handle("mlp", "t-1", data={"ids": ["t-1"], "account": {}, "at": time.time()})
     } | more
@@ -548,10 +547,9 @@ def test_fetch_from_platform_is_refused(tmp_path: Path) -> None:
 def test_command_uses_profile_of_job_instead_of_shell_account(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    (tmp_path / "volc").write_text(
-        '#!/bin/sh\necho "${VOLC_PROFILE-unset} ${VOLC_REGION-unset} $VOLC_AK"\n'
+    executable(
+        tmp_path / "volc", '#!/bin/sh\necho "${VOLC_PROFILE-unset} ${VOLC_REGION-unset} $VOLC_AK"\n'
     )
-    (tmp_path / "volc").chmod(0o700)
     variables = {"VOLC_PROFILE": "other", "VOLC_REGION": "cn-shanghai", "VOLC_AK": "a key"}
     for name, value in {"PATH": str(tmp_path), **variables}.items():
         monkeypatch.setenv(name, value)

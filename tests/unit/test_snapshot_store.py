@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from launching import write_tree
+from launching import new_folder, write_tree
 
 from clusterjob.core.snapshot import source, stat_cache, store
 from clusterjob.core.snapshot.source import CodeSource
@@ -47,8 +47,7 @@ class Project:
         """Submit a job; return its copy of the project's top directory."""
         self.jobs += 1
         code = self.source(below, limit)
-        job_dir = self.home / "jobs" / f"job-{self.jobs}"
-        job_dir.mkdir()
+        job_dir = new_folder(self.home / "jobs" / f"job-{self.jobs}")
         store.place(self.home, code.top.name, store.take(self.home, code), job_dir)
         return (job_dir / "code").resolve()
 
@@ -345,8 +344,7 @@ def test_script_comes_from_snapshot_and_arguments_do_not(
 def test_script_outside_working_directory_brings_its_own(
     project: Project, tmp_path: Path, target: str
 ) -> None:
-    elsewhere = tmp_path / "run"
-    elsewhere.mkdir()
+    elsewhere = new_folder(tmp_path / "run")
     program = Program("script", target.format(root=project.root))
     code = CodeSource.of(elsewhere, program, 100)
     assert code is not None

@@ -40,8 +40,7 @@ def test_bootstrap_import_loads_only_standard_library_and_clusterjob(tmp_path: P
         "import sys; before = set(sys.modules); "
         "import clusterjob.bootstrap; print(*set(sys.modules) - before)"
     )
-    ran = run([sys.executable, "-c", code], tmp_path)
-    assert ran.code == 0, ran.err
+    ran = run([sys.executable, "-c", code], tmp_path, code=0)
     loaded = {name.partition(".")[0] for name in ran.out.split()}
     assert loaded <= set(sys.stdlib_module_names) | {"clusterjob"}
     assert "clusterjob" in loaded
@@ -182,8 +181,7 @@ ALL_FEATURES = """
 # A worker started by exec differs from one of torchrun only in its variables.
 @pytest.mark.parametrize("launcher", ["fork", pytest.param("torchrun", marks=pytest.mark.slow)])
 def test_context_reduces_wraps_and_samples_on_two_ranks(tmp_path: Path, launcher: str) -> None:
-    ran = launch(launcher, 2, [script(tmp_path, ALL_FEATURES)], tmp_path)
-    assert ran.code == 0, ran.err
+    ran = launch(launcher, 2, [script(tmp_path, ALL_FEATURES)], tmp_path, code=0)
     hellos = [line for line in ran.out.splitlines() if "hello" in line]
     assert [line.endswith("hello from - 0") for line in hellos] == [True]
     assert "arning" not in ran.err  # torch warns of a group that is not destroyed
@@ -264,8 +262,7 @@ def test_reduce_and_barrier_without_process_group_are_refused(
     """
     started = start_manually(preloaded, 2, [script(tmp_path, text)], tmp_path)
     for rank, process in enumerate(started):
-        ran = finish(process)
-        assert ran.code == 0, ran.err
+        ran = finish(process, code=0)
         assert ran.out == f"fine {rank}\n"
 
 
@@ -376,8 +373,7 @@ def test_process_group_of_script_is_used_and_not_destroyed(tmp_path: Path) -> No
         assert not dist.is_initialized()
         print("fine", ctx.rank)
     """
-    ran = launch("fork", 2, [script(tmp_path, text)], tmp_path)
-    assert ran.code == 0, ran.err
+    ran = launch("fork", 2, [script(tmp_path, text)], tmp_path, code=0)
     assert "fine 0" in ran.out
     assert "fine 1" in ran.out
 
@@ -403,8 +399,7 @@ def test_process_group_without_launcher_has_local_ranks(
         if __name__ == "__main__":
             mp.start_processes(work, nprocs=2, start_method="fork")
     """
-    ran = preloaded.run([script(tmp_path, text)], tmp_path)
-    assert ran.code == 0, ran.err
+    preloaded.run([script(tmp_path, text)], tmp_path, code=0)
 
 
 def test_init_accepts_manual_rank_assignment(tmp_path: Path, preloaded: Preloaded) -> None:
@@ -551,8 +546,7 @@ def test_slurm_tasks_form_process_group_without_agent(tmp_path: Path, preloaded:
     }  # fmt: skip
     tasks = [step | {"SLURM_PROCID": str(rank), "SLURM_LOCALID": str(rank)} for rank in range(3)]
     for process in [preloaded.start([path], tmp_path, task) for task in tasks]:
-        ran = finish(process)
-        assert ran.code == 0, ran.err
+        finish(process, code=0)
     ranks = rank_reports(tmp_path, 3)
     port = ranks[0][6]
     assert 20000 <= port < 32000

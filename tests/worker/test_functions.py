@@ -13,7 +13,7 @@ import time
 from pathlib import Path
 
 import pytest
-from launching import TEST_TIMEOUT, script
+from launching import TEST_TIMEOUT, new_folder, script
 from slurm_cluster import SlurmCluster
 
 import clusterjob
@@ -165,8 +165,7 @@ def test_function_of_main_script_imports_modules_next_to_script(tmp_path: Path) 
             print(clusterjob.submit(move, Point(2), cluster="local").result().x)
         """,
     )
-    elsewhere = tmp_path / "elsewhere"
-    elsewhere.mkdir()
+    elsewhere = new_folder(tmp_path / "elsewhere")
     done = subprocess.run(
         [sys.executable, str(main)],
         cwd=elsewhere,

@@ -35,8 +35,7 @@ INIT = """
 
 def test_rank_stopped_in_init_process_group_is_root_cause(make_job: MakeJob) -> None:
     job = make_job(2)
-    job.start_all("--nproc-per-node", "2", job.script(INIT), python=WITH_TORCH)
-    assert job.wait() == [1, 1]
+    job.run("--nproc-per-node", "2", job.script(INIT), python=WITH_TORCH, code=1)
     pid = job.path("pid1").read_text()
     notice = (
         f"waiting for rank 1 on {HOST} (pid {pid}): "

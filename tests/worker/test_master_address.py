@@ -78,8 +78,7 @@ def test_script_with_own_address_or_file_forms_process_groups(
     tmp_path: Path, nproc: int, mode: str
 ) -> None:
     code = "\n".join(FORMS[nproc].values())
-    ended = launch(mode, nproc, [group_script(tmp_path, code), free_port()], tmp_path)
-    assert ended.code == 0, ended.err
+    ended = launch(mode, nproc, [group_script(tmp_path, code), free_port()], tmp_path, code=0)
     formed = [form for form in FORMS[nproc] if f"{form}: all are 2" in ended.out]
     assert formed == list(FORMS[nproc]), ended.err
     assert not (tmp_path / "meeting").exists()  # an old file would block the next run
@@ -98,8 +97,7 @@ def test_torchrun_started_by_worker_has_its_own_workers(tmp_path: Path) -> None:
         inner,
         "0",
     ]
-    ended = launch("exec", 1, ["--", *torchrun], tmp_path)
-    assert ended.code == 0, ended.err
+    ended = launch("exec", 1, ["--", *torchrun], tmp_path, code=0)
     assert ended.out.count("all are 2") == 2
 
 

@@ -119,8 +119,7 @@ def test_unresolvable_master_addr_error_is_one_line_within_60_s(
     [process] = processes(
         600, [rank_variables(rank, 2, 29500, 1) | {"MASTER_ADDR": "no-such-host.invalid"}]
     )
-    ended = finish(process)
-    assert ended.code == 1
+    ended = finish(process, code=1)
     assert "no-such-host.invalid:29500: " in last_message(ended.err)
     assert time.monotonic() - begin < 60  # torch's own timeout is 600 s
 
@@ -468,6 +467,5 @@ def test_rendezvous_of_many_ranks_is_fast(
     tmp_path: Path, preloaded: Preloaded, world: int, seconds: float
 ) -> None:
     """1,024 ranks take 1.2 s on two cores; torch needs 100 s for their connections before."""
-    ran = preloaded.run([script(tmp_path, SIMULATED), world], tmp_path)
-    assert ran.code == 0, ran.err
+    ran = preloaded.run([script(tmp_path, SIMULATED), world], tmp_path, code=0)
     assert float(ran.out) < seconds
