@@ -269,7 +269,6 @@ def test_commands_of_troubleshooting_page(
             terminal.type(b"exit\r")
             assert terminal.finish() == 0
         with subprocess.Popen(forward, stdout=subprocess.PIPE, text=True) as process:
-            assert process.stdout is not None
             line = process.stdout.readline()
             process.send_signal(signal.SIGINT)
         assert re.fullmatch(

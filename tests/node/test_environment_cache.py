@@ -89,7 +89,6 @@ def test_squashfs_is_unpacked_without_squashfuse(tmp_path: Path) -> None:
 def test_mount_whose_server_was_killed_is_removed_by_the_next_job(tmp_path: Path) -> None:
     preparation = Preparation.of(tmp_path, env_archive=archive(tmp_path, "squashfs"))
     job = preparation.start()
-    assert job.stdout is not None
     job.stdout.readline()
     if not (mounts := list(preparation.cache.glob("mounts/*"))):
         job.communicate()
@@ -251,7 +250,6 @@ def test_killed_builder_is_replaced_and_all_others_share_one_environment(tmp_pat
 def test_environment_is_removed_by_age_unless_a_job_uses_it(tmp_path: Path) -> None:
     first = Preparation.of(tmp_path, env_archive=archive(tmp_path, value="1"))
     job = first.start()
-    assert job.stdout is not None
     job.stdout.readline()
     [entry] = first.entries()
     old = time.time() - (UNUSED_DAYS + 1) * 86400

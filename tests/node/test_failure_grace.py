@@ -94,7 +94,6 @@ def test_program_with_handler_of_its_own_is_recognised() -> None:
         with subprocess.Popen(
             ["bash", "-c", shell.format(number)], stdout=subprocess.PIPE
         ) as process:
-            assert process.stdout is not None
             process.stdout.readline()
             assert has_signal(process.pid, "SigCgt", signal.SIGTERM) is catches
             process.kill()

@@ -55,7 +55,6 @@ class Processes:
             [sys.executable, "-S", "-c", code], stdout=subprocess.PIPE, stdin=subprocess.DEVNULL
         )
         self.started.append(process)
-        assert process.stdout is not None
         process.stdout.readline()
         return process.pid
 

@@ -134,7 +134,6 @@ def test_worker_waits_for_slow_name_server_as_plain_python_does(
     )
     with server:
         try:
-            assert server.stdout is not None
             server.stdout.readline()
             ended = run(command, tmp_path)
         finally:

@@ -83,7 +83,6 @@ def test_preflight_measures_hosts_and_starts_the_job(make_job: MakeJob) -> None:
     found = read_preflight(job.dir)
     assert found is not None
     shown = preflight_table.rows(found)
-    assert shown is not None
     assert len(shown["rows"]) == 2
 
 

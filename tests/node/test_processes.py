@@ -29,12 +29,10 @@ class Child:
             stdin=subprocess.DEVNULL,
             text=True,
         )
-        assert self.process.stdout is not None
         self.pids = [int(word) for word in self.process.stdout.readline().split()[1:]]
 
     def end(self) -> int:
         self.process.kill()
-        assert self.process.stdout is not None
         self.process.stdout.close()
         return self.process.wait(10)
 
@@ -181,7 +179,6 @@ def test_stat_fields_are_right_with_parentheses_in_process_name(tmp_path: Path) 
     with subprocess.Popen([str(path), "1000"]) as process:
         wait_until(lambda: Path(f"/proc/{process.pid}/comm").read_text().startswith(")"), 10)
         fields = processes.stat_fields(process.pid)
-        assert fields is not None
         assert fields[1] == str(os.getpid())
         assert process.pid in processes.descendants(os.getpid())
         process.kill()

@@ -88,7 +88,6 @@ def test_git_executes_no_command_configured_by_a_clone(repository: Path, tmp_pat
         plant_commands(root, mark)
     write_tree(repository, **{"a.py": "new\n", "new.py": ""})
     state, diff = Git(repository).state()
-    assert state is not None
     assert b"-old\n+new\n" in diff
     assert {"a.py", "new.py"} <= set(state["changed"])
     assert not mark.exists(), mark.read_text()
@@ -128,7 +127,6 @@ def test_git_state_equals_output_of_git_for_ordinary_repository(repository: Path
     )
     (repository / "data.bin").unlink()
     state, diff = Git(repository).state()
-    assert state is not None
     assert (state["revision"], state["branch"]) == (
         git(repository, "rev-parse", "HEAD").strip(),
         "work",
@@ -141,7 +139,6 @@ def test_git_state_equals_output_of_git_for_ordinary_repository(repository: Path
     git(repository, "worktree", "add", "-q", str(tree), "-b", "other")
     write_tree(tree, **{"sub/b.py": "new\n"})
     part, diff = Git(tree / "sub").state()
-    assert part is not None
     assert (part["branch"], part["changed"]) == ("other", ["sub/b.py"])
     assert b"+new" in diff
 

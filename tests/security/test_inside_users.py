@@ -108,7 +108,6 @@ def test_step_runs_no_interpreter_that_another_user_has_started(tmp_path: Path) 
     with subprocess.Popen(
         [sys.executable, "-c", code], env=forged, stdin=subprocess.PIPE, stdout=subprocess.PIPE
     ) as process:  # fmt: skip
-        assert process.stdout is not None
         assert process.stdout.readline() == b"1\n"
         done = subprocess.run(
             ["/bin/bash", "-c", step._SCRIPT, "clusterjob-inside", "/nonexistent.zip", "forged-2"],

@@ -211,7 +211,6 @@ def test_accounting_has_signal_and_nodes_of_forgotten_jobs(user_accounted: User)
         return rows if {key: row.state for key, row in rows.items()} == ids else {}
 
     rows = wait_until(accounted, TEST_TIMEOUT, "the rows, which come in stages")
-    assert rows is not None
     assert [rows[key].signal for key in ids] == [signal.SIGKILL, 0]
     assert [rows[key].failed_node for key in ids] == ["", "one of n[2-3]"]
 

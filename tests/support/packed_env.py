@@ -184,7 +184,6 @@ class Preparation:
 
     def script(self) -> Path:
         env = python_env.read(self.spec)
-        assert env is not None
         if env.name:
             (self.directory / env.name).write_bytes(env.data)
         values = python_env.values(env, self.spec, sh(str(self.directory)), sent=False)

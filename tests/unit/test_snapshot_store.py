@@ -259,7 +259,6 @@ def test_home_directory_has_no_snapshot_but_script_below_it_has(
             assert CodeSource.of(workdir, program, 100) is None
         script = Program("script", str(project.root / "pkg/a.py"))
         code = CodeSource.of(workdir, script, 100)
-        assert code is not None
         assert code.root == project.root / "pkg"
     assert CodeSource.of(project.root, SCRIPT, 100) is None
 
@@ -347,7 +346,6 @@ def test_script_outside_working_directory_brings_its_own(
     elsewhere = new_folder(tmp_path / "run")
     program = Program("script", target.format(root=project.root))
     code = CodeSource.of(elsewhere, program, 100)
-    assert code is not None
     assert code.root == project.root
     mapped = code.program(program, elsewhere, job_dir=Path("/j"))
     assert mapped.target == "/j/code/train.py"

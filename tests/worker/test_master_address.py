@@ -130,7 +130,6 @@ def test_wait_for_missing_store_is_explained_within_seconds(tmp_path: Path, last
         cwd=tmp_path,
     )
     with process:
-        assert process.stderr is not None
         line = next(line for line in process.stderr if "no store answers" in line)
         waited = time.monotonic() - float((tmp_path / "begin").read_text())
         process.terminate()

@@ -215,7 +215,6 @@ def test_rank_dead_after_joining_is_named_by_other_ranks(
         open_gate(tmp_path, "first", 0)
         time.sleep(1)  # so that rank 0 is the first to print
         open_gate(tmp_path, "second", 1)
-        assert first.stderr is not None
         # rank 1 has joined
         assert first.stderr.readline().startswith(
             f"clusterjob: waiting for rank 2 (node 0, {HOST})"
@@ -248,7 +247,6 @@ def test_rank_dead_after_joining_is_named_by_other_ranks(
 def test_rank_1_waits_for_late_rank_0(tmp_path: Path, processes: Processes) -> None:
     port = free_port()
     [second] = processes(90, [rank_variables(1, 2, port) | {"LOCAL_RANK": "0"}])
-    assert second.stderr is not None
     line = second.stderr.readline()
     assert line.startswith(
         f"clusterjob: rank 1 on {HOST} cannot reach rank 0 at 127.0.0.1:{port}: "
