@@ -10,7 +10,6 @@ import os
 import re
 import shlex
 import signal
-import socket
 import subprocess
 import sys
 import textwrap
@@ -20,13 +19,11 @@ from pathlib import Path
 import pytest
 from command_user import END_TIMEOUT, CommandUser
 from commands import CLUSTERJOB, PACKAGE
-from launching import write_tree
+from launching import HOST, write_tree
 from procs import TEST_TIMEOUT, wait_for_no_processes, wait_until
 from slurm_user import SLEEPER
 
 from clusterjob.cli import main as command_line
-
-HOST = socket.gethostname()
 
 # Each rank creates a file, then waits for the file `leave`.
 WAITER = """

@@ -11,15 +11,13 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from launching import new_folder
+from launching import ROOT, new_folder
 from procs import TEST_TIMEOUT, wait_until
 from terminals import Terminal
 
-import clusterjob
 from clusterjob.cli import app, completion_answers, completion_values
 from clusterjob.cli.completion import SCRIPTS
 
-SOURCE = Path(clusterjob.__file__).parent.parent
 START = {
     "bash": ["bash", "--noprofile", "--norc", "-i"],
     "zsh": ["zsh", "--no-rcs", "-i"],
@@ -66,7 +64,7 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (home / ".ssh/config").write_text("Include more\nHost node-7 *.example\nHost $(touch${IFS}p)\n")
     (home / ".ssh/more").write_text("Host=bastion\nHost `touch${IFS}q`x\n")
     command = tools / "clusterjob"
-    command.write_text(f'#!/bin/sh\nPYTHONPATH={SOURCE} exec {sys.executable} -m clusterjob "$@"\n')
+    command.write_text(f'#!/bin/sh\nPYTHONPATH={ROOT} exec {sys.executable} -m clusterjob "$@"\n')
     sinfo = tools / "sinfo"
     sinfo.write_text("#!/bin/sh\nprintf 'gpu-long\\ndebug\\n$(touch r)\\n'\n")
     for each in (command, sinfo):

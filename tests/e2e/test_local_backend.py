@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import shutil
-import socket
 import subprocess
 import textwrap
 import time
@@ -14,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from launching import new_folder
+from launching import HOST, new_folder
 from procs import (
     TEST_TIMEOUT,
     alive,
@@ -35,7 +34,6 @@ from clusterjob.node.system import processes
 from clusterjob.node.system.sanitize import sanitize
 from clusterjob.node.verdict import FailureKind, JobState
 
-HOST = socket.gethostname()
 END_TIMEOUT = 15.0  # seconds; much longer than a job needs to end, because the machine may be busy
 
 # Each rank creates a file, then sleeps for ever.

@@ -5,13 +5,14 @@ from __future__ import annotations
 import os
 import signal
 import time
-from collections.abc import Callable
 
 import pytest
 from procs import (
+    QUICK_LEASE,
     TEST_TIMEOUT,
     WITH_TORCH,
     Job,
+    MakeJob,
     alive,
     below,
     children,
@@ -21,8 +22,6 @@ from procs import (
     wait_until,
 )
 
-MakeJob = Callable[..., Job]
-QUICK_LEASE = ("--lease", "2")
 RESTARTS = ("--max-restarts", "3")
 
 # Each rank of a round creates a file, and ends when a file ``go`` names the round.

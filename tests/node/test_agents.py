@@ -13,15 +13,14 @@ import subprocess
 import sys
 import textwrap
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from launching import new_folder
+from launching import HOST, new_folder
 from procs import (
     TEST_TIMEOUT,
     WITH_TORCH,
-    Job,
+    MakeJob,
     alive,
     command_line,
     handles_signal,
@@ -29,9 +28,6 @@ from procs import (
     wait_for_no_processes,
     wait_until,
 )
-
-MakeJob = Callable[..., Job]
-HOST = socket.gethostname()
 
 # Creates a file with its rank in the name, then waits for ever.
 SLEEPER = """

@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 
 import pytest
-from procs import WITH_TORCH, Job
-
-MakeJob = Callable[..., Job]
+from procs import WITH_TORCH, MakeJob
 
 # Rank `slow` is late in each step by 40 ms. What would be sent to the agent is printed.
 TRAIN = """

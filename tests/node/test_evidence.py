@@ -4,12 +4,9 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable
 from typing import Any
 
-from procs import Job
-
-MakeJob = Callable[..., Job]
+from procs import Job, MakeJob
 
 
 def saved(job: Job, node: int = 0, stem: str = "stacks") -> dict[str, Any]:

@@ -4,13 +4,10 @@ from __future__ import annotations
 
 import signal
 import subprocess
-from collections.abc import Callable
 
-from procs import WITH_TORCH, Job
+from procs import WITH_TORCH, MakeJob
 
 from clusterjob.node.stacks.collect import has_signal
-
-MakeJob = Callable[..., Job]
 
 WORKERS = """
     import ctypes, os, signal, sys, time

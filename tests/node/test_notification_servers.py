@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import signal
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from procs import TEST_TIMEOUT, Job, all_pids, command_line, wait_until
+from procs import TEST_TIMEOUT, Job, MakeJob, all_pids, command_line, wait_until
 from servers import Hook, silent, webhook
 
 from clusterjob.core.notifications import NotifyPlace, packed
 from clusterjob.node.logs.events import read_job_events
 
-MakeJob = Callable[..., Job]
 # The first round fails on rank 1.
 FAILS_ONCE = """
     import os

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import pytest
-from procs import WITH_TORCH, Job
+from procs import WITH_TORCH, Job, MakeJob
 
 from clusterjob.node.logs.events import PhaseBegin, read_phases
 
-MakeJob = Callable[..., Job]
 BOOTSTRAP = """
     from clusterjob import bootstrap
     with bootstrap.init() as ctx:

@@ -14,14 +14,15 @@ import subprocess
 import sys
 import textwrap
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from launching import HOST
 from procs import (
     TEST_TIMEOUT,
     WITH_TORCH,
     Job,
+    MakeJob,
     below,
     own_processes,
     wait_until,
@@ -30,8 +31,6 @@ from procs import (
 from clusterjob.node.logs import ends
 from clusterjob.node.workers.forkserver import WarningPipe
 
-MakeJob = Callable[..., Job]
-HOST = socket.gethostname()
 # Workers have at least half of it, 30 s; no test waits that long.
 WARNING = ("--warning", "60")
 

@@ -7,18 +7,16 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 from launching import ROOT
-from procs import WITH_TORCH, Job
+from procs import WITH_TORCH, MakeJob
 
 from clusterjob.node.program import Program
 from clusterjob.node.workers import preload
 
-MakeJob = Callable[..., Job]
 TRAINS = {
     "optimizer": "import torch.optim as optim\n",
     "method": "loss.backward()\n",

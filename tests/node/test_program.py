@@ -13,7 +13,6 @@ import subprocess
 import sys
 import textwrap
 import zipapp
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -21,11 +20,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from launching import Run, new_folder, run
-from procs import PLAIN, TEST_TIMEOUT, WITH_TORCH, Job
+from procs import PLAIN, TEST_TIMEOUT, WITH_TORCH, Job, MakeJob
 
 from clusterjob.node.program import Program
 
-MakeJob = Callable[..., Job]
 STARTS = ["fork", "exec"]
 
 

@@ -11,17 +11,15 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import pytest
 from launching import new_folder
 from namespaces import Machine, machines, skip_reason
-from procs import TEST_TIMEOUT, WITH_TORCH, Job, below, wait_until
+from procs import QUICK_LEASE, TEST_TIMEOUT, WITH_TORCH, Job, MakeJob, below, wait_until
 
 from clusterjob.node.rendezvous.membership import Stalls
 
-MakeJob = Callable[..., Job]
-QUICK_LEASE = ("--lease", "2")
 FREEZE_SECONDS = 5.0  # seconds; more than twice the lease
 
 # Rank 0 reads from rank 1 and fails when rank 1 is gone, like a collective. It needs no torch.

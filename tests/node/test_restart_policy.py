@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
-from procs import Job
-
-MakeJob = Callable[..., Job]
+from procs import Job, MakeJob
 
 BOOM = """
     import os, time

@@ -5,14 +5,11 @@ from __future__ import annotations
 import json
 import os
 import signal
-from collections.abc import Callable
 
-from procs import TEST_TIMEOUT, Job, alive, below, kill_all
+from procs import QUICK_LEASE, TEST_TIMEOUT, Job, MakeJob, alive, below, kill_all
 
 from clusterjob.node.logs.events import read_events
 
-MakeJob = Callable[..., Job]
-LEASE = ("--lease", "2")
 # Each worker writes its variables into `<restart>.<rank>`, and ends when `enough` exists.
 PLACES = """
     import json, os, pathlib, time
@@ -55,7 +52,7 @@ def test_workers_of_frozen_agent_end_before_those_of_its_replacement_start(
     make_job: MakeJob,
 ) -> None:
     job = make_job(3)
-    job.start_all("--spares", "1", *LEASE, job.script(PLACES))
+    job.start_all("--spares", "1", *QUICK_LEASE, job.script(PLACES))
     job.wait_for("0.0", "0.1")
     worker = json.loads(job.path("0.1").read_text())["pid"]
     os.kill(job.agent_of(1), signal.SIGSTOP)
@@ -74,7 +71,7 @@ def kill_node(job: Job, number: int) -> None:
 
 def test_another_node_coordinates_after_loss_of_node_0(make_job: MakeJob) -> None:
     job = make_job(3)
-    job.start_all("--spares", "1", "--max-restarts", "2", *LEASE, job.script(PLACES))
+    job.start_all("--spares", "1", "--max-restarts", "2", *QUICK_LEASE, job.script(PLACES))
     job.wait_for("0.0", "0.1")
     kill_node(job, 0)
     job.wait_for("1.0", "1.1")

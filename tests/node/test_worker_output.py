@@ -5,12 +5,9 @@ from __future__ import annotations
 import json
 import os
 import signal
-from collections.abc import Callable
 
 import pytest
-from procs import TEST_TIMEOUT, Job, wait_until
-
-MakeJob = Callable[..., Job]
+from procs import TEST_TIMEOUT, Job, MakeJob, wait_until
 
 # The forkserver's other child writes the output into the files.
 DRAIN = """

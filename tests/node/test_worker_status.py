@@ -5,14 +5,12 @@ Agents report what these workers do. If other ranks time out, these workers are 
 
 from __future__ import annotations
 
-import socket
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from launching import MARGIN, waited_seconds
-from procs import TEST_TIMEOUT, WITH_TORCH, Job, wait_until
+from launching import HOST, MARGIN, waited_seconds
+from procs import TEST_TIMEOUT, WITH_TORCH, Job, MakeJob, wait_until
 
 from clusterjob.node.contract import World
 from clusterjob.node.stacks.grouping import Frame, RankStack, ThreadStack
@@ -20,9 +18,6 @@ from clusterjob.node.states import Probe
 from clusterjob.node.system.codec import MalformedMessageError
 from clusterjob.node.workers import forkserver_messages
 from clusterjob.node.workers.worker_failures import Failures, WorkerStatus
-
-MakeJob = Callable[..., Job]
-HOST = socket.gethostname()
 
 LATE = """
     import os, pathlib, signal, sys, threading, time

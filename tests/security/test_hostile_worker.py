@@ -7,19 +7,17 @@ import os
 import subprocess
 import sys
 import threading
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from launching import executable, new_folder
-from procs import TEST_TIMEOUT, Job
+from procs import TEST_TIMEOUT, MakeJob
 
 from clusterjob.node.stacks import collect, grouping
 from clusterjob.node.stacks.grouping import Frame, RankStack, ThreadStack
 from clusterjob.node.stacks.progress import Progress
 from clusterjob.node.workers import forkserver_messages, torch_patches
 
-MakeJob = Callable[..., Job]
 FALSE_WORKERS = {
     "node_rank": 0, "attempt": 9, "world_size": 1, "environ": {},
     "workers": [{"rank": 0, "pid": 2**40, "variables": {}}],

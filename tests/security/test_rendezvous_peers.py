@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from procs import TEST_TIMEOUT, Job, wait_until
+from procs import TEST_TIMEOUT, Job, MakeJob, wait_until
 
 from clusterjob.node.environments.topology import Topology
 from clusterjob.node.logs.events import EventLog
@@ -27,7 +27,6 @@ from clusterjob.node.stacks.grouping import Frame, RankStack, ThreadStack
 from clusterjob.node.states import NodeState, Order, Request
 from clusterjob.node.system.codec import Codec, MalformedMessageError
 
-MakeJob = Callable[..., Job]
 FILE_LIMIT = 256  # open files
 
 

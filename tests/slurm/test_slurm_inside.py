@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import json
-import socket
 import subprocess
 import sys
 
 import pytest
 from inside_job import Inside
+from launching import HOST
 from login_user import GUEST as MEETING
 from login_user import Laptop
 from slurm_user import GUEST, SLEEPER, User
 from stacked import LIMIT, NOISE, WAITING, check_stacks
-
-HOST = socket.gethostname()
 
 
 def started(user: User, *options: str, text: str = SLEEPER, ranks: int = 4) -> Inside:

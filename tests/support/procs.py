@@ -22,6 +22,7 @@ from launching import new_folder
 from clusterjob.node.logs.log_files import FILE_NAME
 
 MARKER = "TEST_OF_CLUSTERJOB"  # not CLUSTERJOB_*: the local backend does not pass those to agents
+QUICK_LEASE = ("--lease", "2")
 T = TypeVar("T")
 
 
@@ -342,6 +343,9 @@ class Job:
         except AssertionError:
             errors = "\n".join(self.stderr(agent) for agent in self.agents)
             raise AssertionError(f"not all of {names} came to be\n{errors}") from None
+
+
+MakeJob = Callable[..., Job]
 
 
 @contextlib.contextmanager

@@ -8,6 +8,8 @@ import random
 from dataclasses import dataclass
 from pathlib import Path
 
+from written_job import GIB
+
 from clusterjob.core.records import Record
 from clusterjob.node.logs import ends, events
 from clusterjob.node.logs.events import Phase, PhaseBegin, PhaseLog, Straggler
@@ -22,7 +24,6 @@ from clusterjob.node.metrics.samples import (
 )
 from clusterjob.node.verdict import Failure, FailureKind, JobState, Verdict
 
-GIB = 1 << 30
 HOSTILE = "<script>alert(1)</script> \x1b]0;title\x07 \x1b[31mred\x1b[0m \u202e & \"quoted\" 'text'"
 
 

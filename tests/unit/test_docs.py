@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import reference
 import typer
+from launching import ROOT
 
 from clusterjob import bootstrap
 from clusterjob.backends.local import backend as local
@@ -21,7 +22,6 @@ from clusterjob.core.spec import JobSpec
 from clusterjob.node.program import Program
 from clusterjob.worker.context import Context
 
-ROOT = Path(__file__).resolve().parents[2]
 DOCS = ROOT / "docs"
 PAGES = sorted(
     [

@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 
 import pytest
-from procs import WITH_TORCH, Job
-
-MakeJob = Callable[..., Job]
+from procs import WITH_TORCH, Job, MakeJob
 
 
 def failure_of(job: Job) -> dict[str, str]:

@@ -4,17 +4,15 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from launching import HOST, finish, last_message, rank_variables, script, start
 from namespaces import machines, skip_reason
-from procs import WITH_TORCH, Job
+from procs import WITH_TORCH, MakeJob
 
 pytestmark = pytest.mark.slow
 
-MakeJob = Callable[..., Job]
 # Rank 1 stops itself when it calls init_process_group.
 INIT = """
     import os, pathlib, signal, time
