@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import subprocess
 import sys
 import tarfile
 import zipfile
@@ -12,7 +11,7 @@ from pathlib import Path
 
 import pytest
 from launching import ROOT
-from procs import TEST_TIMEOUT
+from procs import checked_output
 
 import clusterjob
 
@@ -24,17 +23,7 @@ pytestmark = pytest.mark.skipif(
 
 
 def run(*command: str, cwd: Path, **variables: str) -> str:
-    done = subprocess.run(
-        command,
-        cwd=cwd,
-        env=os.environ | variables,
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=TEST_TIMEOUT,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout
+    return checked_output(*command, cwd=cwd, env=os.environ | variables)
 
 
 @pytest.fixture(scope="module")

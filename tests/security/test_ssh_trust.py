@@ -11,7 +11,8 @@ import tempfile
 from pathlib import Path
 
 import pytest
-from ssh_network import SshNetwork, checked_output
+from procs import checked_output
+from ssh_network import SshNetwork
 from sshsite import Site, hostname, refusal
 
 from clusterjob.core.hosts import Host

@@ -17,8 +17,8 @@ from typing import Any
 
 import code_writer
 import pytest
-from procs import command_line, kill_all, wait_until
-from ssh_network import SshHost, checked_output
+from procs import checked_output, command_line, kill_all, wait_until
+from ssh_network import SshHost
 from sshsite import (
     SLEEPER,
     TEST_TIMEOUT,

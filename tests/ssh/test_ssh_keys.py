@@ -6,7 +6,8 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from ssh_network import checked_output, require_ssh_network
+from procs import checked_output
+from ssh_network import require_ssh_network
 
 from clusterjob.remote import known_hosts
 from clusterjob.remote.known_hosts import HostKeyStatus, KnownHosts

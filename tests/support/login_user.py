@@ -17,10 +17,10 @@ from typing import Any
 
 import pytest
 from launching import free_port, new_folder
-from procs import MARKER, alive, below, command_line, missing_programs, wait_until
+from procs import MARKER, alive, below, checked_output, command_line, missing_programs, wait_until
 from slurm_cluster import SlurmCluster
 from slurm_user import User
-from ssh_network import checked_output, logins, start_sshd
+from ssh_network import logins, start_sshd
 
 # Creates the file up<RANK> in $MEET, which is outside of the job's directory, then waits for the
 # file `leave` there.

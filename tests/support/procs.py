@@ -38,10 +38,23 @@ def wait_until(predicate: Callable[[], T], timeout: float, what: str = "the cond
         time.sleep(0.02)
 
 
+# Where programs are searched for, with those of root.
+PATH = f"{os.environ['PATH']}:/usr/sbin:/sbin"
+
+
+def checked_output(*argv: object, env: Mapping[str, str] = os.environ, **options: Any) -> str:
+    """Run a command and return its stdout; fail the test with its output if it fails."""
+    done = subprocess.run(
+        [str(word) for word in argv], capture_output=True, text=True, timeout=120.0,
+        env={**env, "PATH": PATH}, check=False, **options,
+    )  # fmt: skip
+    assert done.returncode == 0, f"{argv}: {done.stderr}{done.stdout}"
+    return done.stdout
+
+
 def missing_programs(*names: str) -> str:
     """Return why a test that needs these programs is skipped; empty if all are installed."""
-    path = f"{os.environ['PATH']}:/usr/sbin:/sbin"
-    absent = [name for name in names if shutil.which(name, path=path) is None]
+    absent = [name for name in names if shutil.which(name, path=PATH) is None]
     return f"{', '.join(absent)} missing: `make packages` installs it" if absent else ""
 
 

@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 from launching import new_folder
-from procs import wait_until
-from ssh_network import SshHost, SshNetwork, checked_output, python_without_torch
+from procs import checked_output, wait_until
+from ssh_network import SshHost, SshNetwork, python_without_torch
 
 from clusterjob.backends import base
 from clusterjob.core import job_settings, jobs, polling
