@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from launching import ROOT, new_folder
+from launching import ROOT, new_folder, write_tree
 from procs import TEST_TIMEOUT, wait_until
 from terminals import Terminal
 
@@ -59,10 +59,16 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     home, work, tools = (tmp_path / name for name in ("home", "work", "bin"))
     for folder in (home / ".ssh", work, tools):
         folder.mkdir(parents=True)
-    (work / "clusterjob.toml").write_text('[clusters.hpc]\nbackend = "slurm"\n')
-    (work / "training.py").write_text("")
-    (home / ".ssh/config").write_text("Include more\nHost node-7 *.example\nHost $(touch${IFS}p)\n")
-    (home / ".ssh/more").write_text("Host=bastion\nHost `touch${IFS}q`x\n")
+    write_tree(
+        work, **{"clusterjob.toml": '[clusters.hpc]\nbackend = "slurm"\n', "training.py": ""}
+    )
+    write_tree(
+        home,
+        **{
+            ".ssh/config": "Include more\nHost node-7 *.example\nHost $(touch${IFS}p)\n",
+            ".ssh/more": "Host=bastion\nHost `touch${IFS}q`x\n",
+        },
+    )
     command = tools / "clusterjob"
     command.write_text(f'#!/bin/sh\nPYTHONPATH={ROOT} exec {sys.executable} -m clusterjob "$@"\n')
     sinfo = tools / "sinfo"

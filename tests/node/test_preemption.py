@@ -17,7 +17,7 @@ import time
 from pathlib import Path
 
 import pytest
-from launching import HOST
+from launching import HOST, write_tree
 from procs import (
     TEST_TIMEOUT,
     WITH_TORCH,
@@ -360,8 +360,9 @@ def run_alone(
     directory: Path, text: str, extra: dict[str, str], fd: int | None = None
 ) -> subprocess.Popen[str]:
     """Start a process with the variables of a worker, but without an agent."""
-    (directory / "place.py").write_text(textwrap.dedent(FAKE_CONTEXT))
-    (directory / "alone.py").write_text(textwrap.dedent(text))
+    write_tree(
+        directory, **{"place.py": textwrap.dedent(FAKE_CONTEXT), "alone.py": textwrap.dedent(text)}
+    )
     environ = os.environ | {"RANK": "0", "LOCAL_RANK": "0"} | extra
     return subprocess.Popen(
         [sys.executable, "-S", "alone.py"],

@@ -11,7 +11,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from launching import ROOT
+from launching import ROOT, write_tree
 from procs import WITH_TORCH, MakeJob
 
 from clusterjob.node.program import Program
@@ -179,8 +179,13 @@ def test_modules_beside_the_script_are_read_without_importing_them(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "pack").mkdir()
-    (tmp_path / "pack" / "__init__.py").write_text("import settings\nraise SystemExit")
-    (tmp_path / "settings.py").write_text("import pack\n" + CHANGES["item"])
+    write_tree(
+        tmp_path,
+        **{
+            "pack/__init__.py": "import settings\nraise SystemExit",
+            "settings.py": "import pack\n" + CHANGES["item"],
+        },
+    )
     text = b"import json, math\nfrom pack import name\n"
     expected = "settings.py line 3 names PYTORCH_ALLOC_CONF, which torch reads while it is imported"
     assert preload.changed_variable(text, Path("train.py")) == expected

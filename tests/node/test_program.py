@@ -19,7 +19,7 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from launching import Run, new_folder, run
+from launching import Run, new_folder, run, write_tree
 from procs import PLAIN, TEST_TIMEOUT, WITH_TORCH, Job, MakeJob
 
 from clusterjob.node.program import Program
@@ -134,8 +134,9 @@ print(json.dumps({
 def write_package(job: Job) -> None:
     (job.directory / "helper.py").write_text("")
     (job.directory / "pkg").mkdir()
-    (job.directory / "pkg" / "__init__.py").write_text("from . import sibling\n")
-    (job.directory / "pkg" / "sibling.py").write_text("")
+    write_tree(
+        job.directory, **{"pkg/__init__.py": "from . import sibling\n", "pkg/sibling.py": ""}
+    )
     for name in ("__main__", "mod"):
         (job.directory / "pkg" / f"{name}.py").write_text(
             "'''Some module.'''\nfrom . import sibling\nfrom .sibling import *" + DUMP
@@ -153,9 +154,7 @@ def test_program_in_worker_sees_same_state_as_under_python(
     write_package(job)
     job.script("'''Some script.'''\nannotated: int = 1" + DUMP)
     (job.directory / "below").mkdir()
-    (job.directory / "below" / "script.py").write_text(DUMP)
-    (job.directory / "below" / "helper.py").write_text("")
-    (job.directory / "mod.py").write_text(DUMP)
+    write_tree(job.directory, **{"below/script.py": DUMP, "below/helper.py": "", "mod.py": DUMP})
     (job.directory / "elsewhere").mkdir()
     (job.directory / "elsewhere" / "link.py").symlink_to("../script.py")
     program = {
@@ -432,10 +431,13 @@ IN_EXEC = (
 )
 def test_program_in_worker_ends_as_under_python(make_job: MakeJob, ending: str, start: str) -> None:
     job = make_job()
-    (job.directory / "script.py").write_text(ENDINGS[ending])
-    (job.directory / "broken.py").write_text("def f(:\n")
-    (job.directory / "failing.py").write_text(
-        "def f():\n    raise ValueError('in the import')\nf()\n"
+    write_tree(
+        job.directory,
+        **{
+            "script.py": ENDINGS[ending],
+            "broken.py": "def f(:\n",
+            "failing.py": "def f():\n    raise ValueError('in the import')\nf()\n",
+        },
     )
     assert as_worker(job, start, "script.py") == as_python(job, start, "script.py")
 
@@ -654,8 +656,13 @@ def test_killed_worker_leaves_all_it_wrote_in_order_even_without_newline(
 @pytest.mark.parametrize("kind", ["directory", "zipapp", "bytecode"])
 def test_program_that_is_no_source_file_runs_by_exec(tmp_path: Path, kind: str) -> None:
     app = new_folder(tmp_path / "app")
-    (app / "helper.py").write_text("WORD = 'helped'")
-    (app / "__main__.py").write_text("import helper\nprint(helper.WORD, __name__)")
+    write_tree(
+        app,
+        **{
+            "helper.py": "WORD = 'helped'",
+            "__main__.py": "import helper\nprint(helper.WORD, __name__)",
+        },
+    )
     (tmp_path / "plain.py").write_text("print('helped', __name__)")
     if kind == "zipapp":
         zipapp.create_archive(app, tmp_path / "app.pyz")

@@ -96,8 +96,10 @@ def test_imports_of_command_from_current_directory_and_path_changes_are_old(tree
 
 
 def test_module_and_script_that_are_new_are_found(tree: Tree) -> None:
-    (tree.current / "made.py").write_text("V = 'made'\n")
-    (tree.current / "later.py").write_text("import part, made; print(part.V, made.V)\n")
+    write_tree(
+        tree.current,
+        **{"made.py": "V = 'made'\n", "later.py": "import part, made; print(part.V, made.V)\n"},
+    )
     assert tree.python("later.py") == "old made"
     assert tree.python("-c", "import later") == "old made"
 

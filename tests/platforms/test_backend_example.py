@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from launching import ROOT, Run, run
+from launching import ROOT, Run, run, write_tree
 from procs import TEST_TIMEOUT, wait_until
 
 EXAMPLE = ROOT / "examples" / "backend"
@@ -114,8 +114,9 @@ def test_job_runs_on_queue(user: User) -> None:
 
 
 def test_secret_reaches_workers_and_no_file_of_job(user: User, tmp_path: Path) -> None:
-    (tmp_path / "key").write_text("5ecret")
-    (tmp_path / "work" / "tell.py").write_text("import os; print(os.environ['KEY'][::-1])")
+    write_tree(
+        tmp_path, **{"key": "5ecret", "work/tell.py": "import os; print(os.environ['KEY'][::-1])"}
+    )
     options = ("--nproc-per-node", "1", "--nodes", "1", "--start", "exec")
     ran = user.clusterjob("run", *FLAGS, *options, "--secret", f"KEY={tmp_path / 'key'}", "tell.py")
     assert (ran.code, ran.out) == (0, "terce5\n"), ran.err

@@ -70,8 +70,13 @@ def plant_commands(root: Path, mark: Path) -> None:
     ):
         write_tree(root / ".git" / "hooks", **{hook: script.read_text()})
         (root / ".git" / "hooks" / hook).chmod(0o755)
-    (root / ".git" / "info" / "attributes").write_text("* filter=evil diff=evil\n")
-    (root / ".gitattributes").write_text("* filter=evil diff=evil\n")
+    write_tree(
+        root,
+        **{
+            ".git/info/attributes": "* filter=evil diff=evil\n",
+            ".gitattributes": "* filter=evil diff=evil\n",
+        },
+    )
 
 
 def test_git_executes_no_command_configured_by_a_clone(repository: Path, tmp_path: Path) -> None:
@@ -407,14 +412,14 @@ def test_uv_sends_neither_files_behind_links_nor_secrets(
     tmp_path: Path, name: str, link: str, why: str
 ) -> None:
     project = new_folder(tmp_path / "project")
-    (tmp_path / "secret").write_text("of mine")
-    (tmp_path / "evil.whl").write_text("of mine")
+    write_tree(tmp_path, **{"secret": "of mine", "evil.whl": "of mine"})
     (project / "wheels").symlink_to(tmp_path)
     (project / ".ssh").mkdir()
     for path in (project / ".env", project / ".ssh" / "evil.whl"):
         path.write_text("of mine")
-    (project / "pyproject.toml").write_text("[project]\nname = 'evil'\n")
-    (project / "uv.lock").write_text(UV_LOCK % name)
+    write_tree(
+        project, **{"pyproject.toml": "[project]\nname = 'evil'\n", "uv.lock": UV_LOCK % name}
+    )
     if link:
         (project / name).symlink_to(link)
     with pytest.raises(SpecError, match=why):

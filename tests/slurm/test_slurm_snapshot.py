@@ -6,7 +6,7 @@ import shlex
 import sys
 
 import pytest
-from launching import new_folder
+from launching import new_folder, write_tree
 from login_user import Laptop
 from slurm_user import User
 
@@ -24,8 +24,9 @@ def write_version(user: User, version: int) -> None:
     user.path("train.py").write_text(TRAIN.format(version=version))
     user.path("helper.py").write_text(f"VERSION = {version}\n")
     (pack / "__init__.py").touch()
-    (pack / "part.py").write_text(f"VERSION = {version}\n")
-    (pack / "main.py").write_text(TRAIN.format(version=version))
+    write_tree(
+        pack, **{"part.py": f"VERSION = {version}\n", "main.py": TRAIN.format(version=version)}
+    )
     user.path("run.sh").write_text(
         f'echo "shell {version}"; {shlex.quote(sys.executable)} train.py'
     )

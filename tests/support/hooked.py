@@ -8,7 +8,7 @@ import sys
 import textwrap
 from pathlib import Path
 
-from launching import new_folder
+from launching import new_folder, write_tree
 
 from clusterjob.node.workers import hook
 
@@ -27,8 +27,13 @@ def lines_by_rank(text: str) -> list[str]:
 def hooked_path(directory: Path) -> str:
     """Return a worker's PYTHONPATH, with a sitecustomize and a usercustomize of the user."""
     own = new_folder(directory / "own")
-    (own / "sitecustomize.py").write_text("import sys; sys.from_site = True\n")
-    (own / "usercustomize.py").write_text("import sys; sys.from_user = True\n")
+    write_tree(
+        own,
+        **{
+            "sitecustomize.py": "import sys; sys.from_site = True\n",
+            "usercustomize.py": "import sys; sys.from_user = True\n",
+        },
+    )
     return hook.write(directory, {"PYTHONPATH": str(own)})["PYTHONPATH"]
 
 

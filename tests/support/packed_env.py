@@ -19,7 +19,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from launching import executable, new_folder
+from launching import executable, new_folder, write_tree
 
 from clusterjob.core import python_env
 from clusterjob.core.render import render, sh
@@ -127,9 +127,11 @@ def uv_project(directory: Path, value: str = "1") -> Path:
     """Write a uv project with a package of its own, which needs one wheel; lock it."""
     file = wheel(directory / "wheels", value=value)
     (directory / "src" / "own").mkdir(parents=True, exist_ok=True)
-    (directory / "src" / "own" / "__init__.py").write_text("VALUE = 'own'\n")
-    (directory / "pyproject.toml").write_text(
-        textwrap.dedent(f"""
+    write_tree(
+        directory,
+        **{
+            "src/own/__init__.py": "VALUE = 'own'\n",
+            "pyproject.toml": textwrap.dedent(f"""
         [project]
         name = "own"
         version = "0.1"
@@ -140,7 +142,8 @@ def uv_project(directory: Path, value: str = "1") -> Path:
         build-backend = "hatchling.build"
         [tool.uv.sources]
         {MODULE} = {{ path = "wheels/{file.name}" }}
-        """)
+        """),
+        },
     )
     subprocess.run(
         ["uv", "lock", "-q", "--offline", "--python", BASE_PYTHON], cwd=directory, check=True

@@ -8,6 +8,7 @@ import random
 from dataclasses import dataclass
 from pathlib import Path
 
+from launching import write_tree
 from written_job import GIB
 
 from clusterjob.core.records import Record
@@ -79,8 +80,13 @@ class WrittenJob:
             events.add_environment(self.job_dir, node, detected, attempt=0)
         self._events()
         self._stacks()
-        (self.job_dir / "slurm.sh").write_text(f"#!/bin/bash\n# {HOSTILE}\nexec python\n")
-        (self.job_dir / "code.diff").write_text(f"--- a/train.py\n+++ b/train.py\n+{HOSTILE}\n")
+        write_tree(
+            self.job_dir,
+            **{
+                "slurm.sh": f"#!/bin/bash\n# {HOSTILE}\nexec python\n",
+                "code.diff": f"--- a/train.py\n+++ b/train.py\n+{HOSTILE}\n",
+            },
+        )
         verdict = self.verdict() if self.ended else None
         if verdict is not None:
             ends.write_result(self.job_dir, verdict)

@@ -31,7 +31,7 @@ from typing import Any
 import namespaces
 import pytest
 import yaml
-from launching import executable, new_folder
+from launching import executable, new_folder, write_tree
 from namespaces import Machine
 from procs import below, children, missing_programs, wait_until
 
@@ -223,10 +223,11 @@ class Platform:
     def login(self, sk: str = sk) -> None:
         """Write the credentials like `volc configure`."""
         folder = new_folder(self.home / ".volc")
-        (folder / "credentials").write_text(
-            f"[default]\naccess_key_id = {self.ak}\nsecret_access_key = {sk}\n"
+        write_tree(
+            folder,
+            credentials=f"[default]\naccess_key_id = {self.ak}\nsecret_access_key = {sk}\n",
+            config=f"[default]\nregion = {self.region}\n",
         )
-        (folder / "config").write_text(f"[default]\nregion = {self.region}\n")
 
     def logout(self) -> None:
         shutil.rmtree(self.home / ".volc")

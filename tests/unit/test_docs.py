@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import reference
 import typer
-from launching import ROOT
+from launching import ROOT, write_tree
 
 from clusterjob import bootstrap
 from clusterjob.backends.local import backend as local
@@ -154,7 +154,6 @@ def test_mlp_page_commands_render_with_its_profile(
         page,
         re.MULTILINE,
     )
-    (tmp_path / "clusterjob.toml").write_text(profile)
-    (tmp_path / "train.py").write_text("")
+    write_tree(tmp_path, **{"clusterjob.toml": profile, "train.py": ""})
     monkeypatch.chdir(tmp_path)
     assert [main(["render", *line.split()]) for line in lines] == [0, 0, 0]

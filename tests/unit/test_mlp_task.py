@@ -16,7 +16,7 @@ import pytest
 import yaml
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from launching import executable, new_folder
+from launching import executable, new_folder, write_tree
 
 from clusterjob.backends.mlp import backend, task
 from clusterjob.backends.slurm import flags
@@ -304,14 +304,18 @@ def test_secrets_are_filled_in_by_name_and_by_field() -> None:
 
 
 def test_lists_and_tables_of_cluster_configuration_are_options(tmp_path: Path) -> None:
-    (tmp_path / "clusterjob.toml").write_text(
-        '[clusters.vemlp]\nbackend = "mlp"\n[clusters.vemlp.set]\nimage = "i"\nqueue = "train"\n'
-        'flavors = {"ml.b" = 8}\n'
-        "preemptible = true\n"
-        'storages = [{Type = "Tos", MountPath = "/it\'s", Bucket = "b"}]\n'
-        "RetryOptions.IntervalSeconds = 9\n"
+    write_tree(
+        tmp_path,
+        **{
+            "clusterjob.toml": '[clusters.vemlp]\nbackend = "mlp"\n[clusters.vemlp.set]\n'
+            'image = "i"\nqueue = "train"\n'
+            'flavors = {"ml.b" = 8}\n'
+            "preemptible = true\n"
+            'storages = [{Type = "Tos", MountPath = "/it\'s", Bucket = "b"}]\n'
+            "RetryOptions.IntervalSeconds = 9\n",
+            "train.py": "",
+        },
     )
-    (tmp_path / "train.py").write_text("")
     found = job_settings.resolve({"gpus_per_node": "8"}, "vemlp", directory=tmp_path)
     spec = job_settings.make_spec(Program("script", "train.py"), found, directory=tmp_path)
     fields = planned(jobs.plan(spec, found))
