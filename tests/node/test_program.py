@@ -496,8 +496,7 @@ def test_module_that_cannot_be_run_is_reported_without_traceback(
 ) -> None:
     job = make_job()
     write_package(job)
-    (job.directory / "plain").mkdir()
-    (job.directory / "plain" / "__init__.py").touch()
+    write_tree(job.directory, **{"plain/__init__.py": ""})
     expected, actual = as_python(job, start, "-m", name), as_worker(job, start, "-m", name)
     assert actual.code == expected.code == 1
     assert actual.out == ""

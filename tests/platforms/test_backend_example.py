@@ -75,8 +75,7 @@ class User:
 
 @pytest.fixture
 def user(_installed: Path, tmp_path: Path) -> Iterator[User]:
-    (tmp_path / "work").mkdir()
-    (tmp_path / "work" / "train.py").write_text(TRAIN)
+    write_tree(tmp_path, **{"work/train.py": TRAIN})
     user_of_queue = User(tmp_path, _installed)
     yield user_of_queue
     for task in user_of_queue.tasks():

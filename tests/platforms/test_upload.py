@@ -13,7 +13,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from launching import executable, new_folder, run
+from launching import executable, new_folder, run, write_tree
 from written_job import lines_of
 
 from clusterjob.backends import shared
@@ -58,9 +58,7 @@ def listed(root: Path) -> list[str]:
 
 
 def test_stage_contains_snapshot_files_and_clusterjob_files(work: Path, job_dir: Path) -> None:
-    (work / ".gitignore").write_text("*.pyz\n*.log\n")
-    (work / "sub").mkdir()
-    (work / "sub" / ".gitignore").write_text("big\n")
+    write_tree(work, **{".gitignore": "*.pyz\n*.log\n", "sub/.gitignore": "big\n"})
     for name in ("a.log", "sub/big", "sub/small", "é ☃\n"):
         (work / name).write_text(name)
     os.utime(work / "train.py", (1e9, 1e9))
@@ -132,14 +130,12 @@ def test_file_that_changes_during_staging_is_refused(
 
 
 def test_upload_over_limit_is_refused_and_old_upload_is_replaced(work: Path, job_dir: Path) -> None:
-    (job_dir / "upload").mkdir()
-    (job_dir / "upload" / "old").write_text("")
+    write_tree(job_dir, **{"upload/old": ""})
     (work / "data").write_bytes(bytes(2000))
     with pytest.raises(SubmitError, match="more than the"):
         upload.stage(spec_of(work), job_dir, files=FILES, limit=1000)
     assert not (job_dir / "upload").exists()
-    (job_dir / "upload").mkdir()
-    (job_dir / "upload" / "old").write_text("")
+    write_tree(job_dir, **{"upload/old": ""})
     assert "old" not in listed(upload.stage(spec_of(work), job_dir, files=FILES).root)
 
 

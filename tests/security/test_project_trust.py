@@ -13,7 +13,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from launching import Run, executable, finish
+from launching import Run, executable, finish, write_tree
 from preloaded import Preloaded
 from terminals import Terminal
 
@@ -36,10 +36,9 @@ class Clone:
         self.root = root
         self.commands = commands
         self.mark = root.parent / "executed"
-        root.mkdir()
-        (root / "train.py").write_text("print('trained')\n")
-        (root / "pkg").mkdir()
-        (root / "pkg" / "__main__.py").write_text("print('trained')\n")
+        write_tree(
+            root, **{"train.py": "print('trained')\n", "pkg/__main__.py": "print('trained')\n"}
+        )
         executable(root / "run.sh", "#!/bin/sh\necho trained\n")
         (root / "ssh_config").write_text(
             f"Match exec \"touch '{self.mark}'\"\nHost *\nHostName 127.0.0.1\nPort 1\n"

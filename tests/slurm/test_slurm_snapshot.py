@@ -23,9 +23,13 @@ def write_version(user: User, version: int) -> None:
     pack = new_folder(user.path("pack"))
     user.path("train.py").write_text(TRAIN.format(version=version))
     user.path("helper.py").write_text(f"VERSION = {version}\n")
-    (pack / "__init__.py").touch()
     write_tree(
-        pack, **{"part.py": f"VERSION = {version}\n", "main.py": TRAIN.format(version=version)}
+        pack,
+        **{
+            "__init__.py": "",
+            "part.py": f"VERSION = {version}\n",
+            "main.py": TRAIN.format(version=version),
+        },
     )
     user.path("run.sh").write_text(
         f'echo "shell {version}"; {shlex.quote(sys.executable)} train.py'

@@ -81,8 +81,7 @@ def conda_archive(directory: Path) -> Path:
     (package / "info").mkdir(parents=True)
     version = f"{sys.version_info[0]}.{sys.version_info[1]}.0"
     record = {"name": "python", "version": version, "files": ["bin/tool"], "url": "", "link": {}}
-    (prefix / "conda-meta").mkdir()
-    (prefix / "conda-meta" / "history").touch()
+    write_tree(prefix, **{"conda-meta/history": ""})
     (prefix / "conda-meta" / f"python-{version}-0.json").write_text(json.dumps(record))
     executable(prefix / "bin" / "tool", f"#!{prefix}/bin/python\nprint('tool')\n")
     path = directory / "conda.tar.gz"

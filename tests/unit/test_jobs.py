@@ -180,8 +180,7 @@ def test_wrong_number_is_refused_and_not_replaced_by_a_default(
 
 
 def test_workdir_is_relative_to_directory_of_command(work: Path) -> None:
-    (work / "sub").mkdir()
-    (work / "sub" / "script.py").touch()
+    write_tree(work, **{"sub/script.py": ""})
     assert spec_of(work).workdir == work
     assert spec_of(work, workdir=Path("sub")).workdir == work / "sub"
     assert spec_of(Path("/"), workdir=work / "sub").workdir == work / "sub"
