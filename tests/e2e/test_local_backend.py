@@ -7,7 +7,7 @@ import shutil
 import subprocess
 import textwrap
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -72,9 +72,11 @@ class Project:
         spec = job_settings.make_spec(program, settings, directory=self.directory)
         return jobs.plan(spec, settings)
 
-    def submit(self, text: str, *args: str, **flags: Any) -> Record:
-        """Submit a script with this text as a detached job, like ``clusterjob submit``."""
-        return jobs.submit(self.plan(text, *args, **flags), "local", detach=True)
+    def submit(self, text: str, *args: str, until: Iterable[str] = (), **flags: Any) -> Record:
+        """Submit a script as a detached job; return its record when the files ``until`` exist."""
+        record = jobs.submit(self.plan(text, *args, **flags), "local", detach=True)
+        self.wait_for(*until)
+        return record
 
     def wait_for(self, *names: str) -> None:
         wait_until(
@@ -205,8 +207,7 @@ def test_node_killed_during_setup_leaves_no_processes(project: Project, node_ran
     The agent of the other node waits at most for the join timeout.
     """
     line = f'[ "$CLUSTERJOB_NODE_RANK" != {node_rank} ] || {{ touch in; sleep 1000; }}'
-    record = project.submit(SLEEPER, setup=line, join_timeout="2")
-    project.wait_for("in")
+    record = project.submit(SLEEPER, setup=line, join_timeout="2", until=("in",))
     kill_all([agents_of(record)[node_rank]])
     wait_for_no_processes(END_TIMEOUT)
     assert wait_for_verdict(record).state in (JobState.FAILED, JobState.LOST)
@@ -229,8 +230,7 @@ def test_job_can_be_cancelled_at_any_time_of_start(project: Project) -> None:
 
 def test_job_is_cancelled_during_setup_that_ignores_sigterm(project: Project) -> None:
     setup = 'trap "" TERM; touch "in$CLUSTERJOB_NODE_RANK"; sleep 1000'
-    record = project.submit(SLEEPER, setup=setup, grace="0.3")
-    project.wait_for("in0", "in1")
+    record = project.submit(SLEEPER, setup=setup, grace="0.3", until=("in0", "in1"))
     assert polling.status(record).state is JobState.PENDING
     jobs.cancel([record])
     wait_for_no_processes(END_TIMEOUT)
@@ -241,8 +241,7 @@ def test_job_is_cancelled_during_setup_that_ignores_sigterm(project: Project) ->
 
 
 def test_running_job_with_deleted_directory_is_cancelled(project: Project) -> None:
-    record = project.submit(SLEEPER)
-    project.wait_for("up0", "up1")
+    record = project.submit(SLEEPER, until=("up0", "up1"))
     # rename is atomic; a writer could create files again during rmtree
     shutil.rmtree(record.job_dir.rename(project.path("deleted")))
     assert polling.status(record).state in (JobState.RUNNING, JobState.UNKNOWN)

@@ -155,8 +155,7 @@ def test_special_characters_in_paths_and_arguments_are_preserved(
 
 def test_token_appears_in_no_file_and_no_command_line(make_job: MakeJob) -> None:
     job = make_job(2)
-    job.start_all(job.script(SLEEPER))
-    job.wait_for("up0", "up1")
+    job.start_all(job.script(SLEEPER), until=("up0", "up1"))
     assert own_processes()
     assert not [pid for pid in own_processes() if job.token in command_line(pid)]
     job.agents[1].terminate()
@@ -340,8 +339,7 @@ def test_verdict_is_written_when_all_ranks_fail_at_once_with_long_stderr(make_jo
         time.sleep(max(0.0, float(pathlib.Path("go").read_text()) - time.time()))
         os._exit(3)
     """)
-    job.start_all("--nproc-per-node", "12", script)
-    job.wait_for(*(f"up{rank}" for rank in range(24)))
+    job.start_all("--nproc-per-node", "12", script, until=[f"up{rank}" for rank in range(24)])
     job.path("new").write_text(str(time.time() + 0.3))
     job.path("new").rename(job.path("go"))
     assert job.wait() == [3, 3]
@@ -416,8 +414,14 @@ def test_root_cause_is_rank_that_failed_first(
 
 def test_killed_coordinator_leaves_no_result_and_both_nodes_lost(make_job: MakeJob) -> None:
     job = make_job(2)
-    job.start_all("--start", "exec", "--nproc-per-node", "2", job.script(SLEEPER))
-    job.wait_for("up0", "up1", "up2", "up3")
+    job.start_all(
+        "--start",
+        "exec",
+        "--nproc-per-node",
+        "2",
+        job.script(SLEEPER),
+        until=("up0", "up1", "up2", "up3"),
+    )
     job.agents[0].kill()
     wait_for_no_processes(10)
     assert job.wait() == [-9, 1]
@@ -444,8 +448,7 @@ def test_daemonized_grandchildren_end_with_job(make_job: MakeJob, end: str) -> N
             {last}
         """)
     )
-    job.start_all(script)
-    job.wait_for("daemon0", "daemon1")
+    job.start_all(script, until=("daemon0", "daemon1"))
     if end == "cancel":
         job.agents[0].terminate()
     assert set(job.wait()) == {{"success": 0, "cancel": 143}[end]}
@@ -462,9 +465,9 @@ def test_daemonized_grandchildren_end_with_killed_agent_or_forkserver(
         job.script(
             textwrap.dedent(DAEMON)
             + "leave_a_daemon('daemon' + os.environ['RANK'])\ntime.sleep(1000)\n"
-        )
+        ),
+        until=("daemon0", "daemon1"),
     )
-    job.wait_for("daemon0", "daemon1")
     agent = job.agents[1].pid
     victims = {
         "agent": [agent],
@@ -497,8 +500,7 @@ def test_worker_that_ignores_sigterm_is_killed_after_grace_period(
             time.sleep(0.01)
         sys.exit(6)
     """)
-    job.start_all("--grace", "0.5", script)
-    job.wait_for("up0", "up1")
+    job.start_all("--grace", "0.5", script, until=("up0", "up1"))
     if end == "failure":
         job.path("fail").touch()
     else:
@@ -664,8 +666,7 @@ def test_signal_to_any_agent_cancels_job_on_all_nodes(
         time.sleep(1000)
     """.replace("NUMBER", str(int(number)))
     )
-    job.start_all(script)
-    job.wait_for("up0", "up1")
+    job.start_all(script, until=("up0", "up1"))
     job.agents[node].send_signal(number)
     assert job.wait() == [143, 143]
     assert (job.result["state"], job.result["exit_code"], job.result["failure"]) == (
@@ -692,8 +693,7 @@ def test_second_signal_after_sigint_ends_job_within_grace_period(make_job: MakeJ
         while True:
             time.sleep(0.05)
     """)
-    job.start_all("--grace", "1000", script)
-    job.wait_for("up0", "up1")
+    job.start_all("--grace", "1000", script, until=("up0", "up1"))
     job.agents[1].send_signal(signal.SIGINT)
     # The same key press a second time, passed on by a command between terminal and agent.
     job.agents[1].send_signal(signal.SIGINT)
@@ -781,8 +781,7 @@ def test_signal_to_all_processes_while_agent_loads_cancels_job(
         "slow/asyncio.py",
     )
     path = os.pathsep.join(filter(None, (str(job.path("slow")), os.environ.get("PYTHONPATH", ""))))
-    agent = job.start(0, job.script(SLEEPER), env={"PYTHONPATH": path})
-    job.wait_for("loading")
+    agent = job.start(0, job.script(SLEEPER), env={"PYTHONPATH": path}, until=("loading",))
     for pid in (agent.pid, job.forkserver_of(agent)):
         os.kill(pid, number)
     job.path("signalled").touch()
@@ -816,8 +815,7 @@ def test_closed_lifeline_of_detached_job_does_not_cancel(make_job: MakeJob) -> N
         while not os.path.exists("go"):
             time.sleep(0.01)
     """)
-    agent = job.start(0, "--lifeline", script, stdin=subprocess.PIPE)
-    job.wait_for("up")
+    agent = job.start(0, "--lifeline", script, stdin=subprocess.PIPE, until=("up",))
     (job.dir / "detached").touch()
     agent.stdin.close()
     time.sleep(0.5)

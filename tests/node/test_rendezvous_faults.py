@@ -64,8 +64,7 @@ def freeze(pids: list[int], seconds: float) -> None:
 @pytest.mark.slow
 def test_coordinator_that_was_frozen_names_itself_as_root_cause(make_job: MakeJob) -> None:
     job = make_job(2)
-    job.start_all(*QUICK_LEASE, talk_script(job))
-    job.wait_for("up0", "up1")
+    job.start_all(*QUICK_LEASE, talk_script(job), until=("up0", "up1"))
     freeze([job.agents[0].pid], FREEZE_SECONDS)
     assert 0 not in job.wait()
     failure = job.result["failure"]
@@ -85,8 +84,7 @@ def test_coordinator_that_was_frozen_names_itself_as_root_cause(make_job: MakeJo
 def test_job_continues_after_all_its_processes_were_frozen(make_job: MakeJob) -> None:
     """This happens when all machines of a job are suspended together."""
     job = make_job(2)
-    job.start_all(*QUICK_LEASE, talk_script(job))
-    job.wait_for("up0", "up1")
+    job.start_all(*QUICK_LEASE, talk_script(job), until=("up0", "up1"))
     freeze(
         [agent.pid for agent in job.agents]
         + [pid for agent in job.agents for pid in below(agent.pid)],
@@ -127,8 +125,7 @@ def kill_worker(job: Job, rank: int) -> None:
 def test_verdict_waits_for_frozen_forkserver(make_job: MakeJob) -> None:
     """The agent answers, but the forkserver, which reaps the workers, does not."""
     job = make_job(2)
-    job.start_all("--lease", "6", talk_script(job))
-    job.wait_for("up0", "up1")
+    job.start_all("--lease", "6", talk_script(job), until=("up0", "up1"))
     forkserver = job.forkserver_of(job.agents[1])
     os.kill(forkserver, signal.SIGSTOP)
     kill_worker(job, 1)

@@ -48,8 +48,7 @@ def test_round_of_killed_node_0_is_listed_after_requeue(make_job: MakeJob) -> No
             pathlib.Path("up").touch()
             time.sleep(1000)
     """)
-    killed = job.start(0, script)
-    job.wait_for("up")
+    killed = job.start(0, script, until=("up",))
     killed.kill()
     assert job.wait() == [-9]
     job.start(0, script, env={"CLUSTERJOB_ATTEMPT": "1"})

@@ -86,8 +86,7 @@ for _ in range(30):
     os.write(1, b"x" * 100_000)
 """
     job = make_job()
-    agent = job.start(0, "--no-echo", job.script(DRAIN + text))
-    job.wait_for("drain")
+    agent = job.start(0, "--no-echo", job.script(DRAIN + text), until=("drain",))
     drain, worker = map(int, job.path("drain").read_text().split())
 
     def waits() -> bool:

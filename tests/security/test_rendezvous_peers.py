@@ -426,9 +426,11 @@ def test_one_node_without_secret_generates_an_unguessable_one(make_job: MakeJob)
     job = make_job()
     env = {"CLUSTERJOB_TOKEN": "", "CLUSTERJOB_NNODES": "1"}
     job.start(
-        0, job.script("import pathlib, time; pathlib.Path('up').touch(); time.sleep(1000)"), env=env
+        0,
+        job.script("import pathlib, time; pathlib.Path('up').touch(); time.sleep(1000)"),
+        env=env,
+        until=("up",),
     )
-    job.wait_for("up")
     job.token = f"clusterjob:{job.id}:0"
     with pytest.raises(protocol.UnauthenticatedError):
         refusal(join_and_send(job, coordinator_port(job), CANCELLED))

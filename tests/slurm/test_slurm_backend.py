@@ -201,8 +201,7 @@ def test_requested_options_reach_slurm(user: User) -> None:
 
 
 def test_other_process_gets_status_follows_logs_and_cancels(user: User) -> None:
-    job_id = user.submit(SLEEPER, "--nodes", "2")
-    user.wait_for("up0", "up1")
+    job_id = user.submit(SLEEPER, "--nodes", "2", until=("up0", "up1"))
     assert user.wait_for_state(job_id, "RUNNING")["started_at"] is not None
     wait_until(
         lambda: sorted(user.output(job_id).splitlines()) == ["[0] line of 0", "[1] line of 1"],

@@ -78,8 +78,7 @@ def test_job_on_two_nodes_runs_laptop_code_over_one_connection(
 
 def test_all_commands_share_connection_of_login(laptop: Laptop) -> None:
     laptop("login", "login1", "--cluster", "hpc")
-    job_id = laptop.submit(GUEST, "--nodes", "2")
-    laptop.wait_for("up0", "up1")
+    job_id = laptop.submit(GUEST, "--nodes", "2", until=("up0", "up1"))
     assert job_id in laptop("list").stdout
     laptop("status", job_id)
     laptop("logs", job_id)
@@ -167,8 +166,7 @@ def test_job_waits_only_for_job_of_same_cluster(laptop: Laptop) -> None:
 
 
 def test_follow_waits_for_restarted_sshd_of_login_host(laptop: Laptop) -> None:
-    job_id = laptop.submit(GUEST)
-    laptop.wait_for("up0")
+    job_id = laptop.submit(GUEST, until=("up0",))
     follower = laptop.start("logs", "-f", job_id)
     wait_until(lambda: "line of 0" in laptop.output_of(follower)[0], PROMPT)
     laptop.login.stop(close_connections=True)
@@ -192,8 +190,7 @@ def test_job_is_found_after_connection_breaks_during_sbatch(laptop: Laptop) -> N
     )
     # Slurm's commands are searched for in the PATH of a login shell.
     (laptop.login.home / ".bash_profile").write_text(f"export PATH={bin_}:/usr/bin:/bin\n")
-    command = laptop.start("submit", "--cluster", "hpc", laptop.script(GUEST))
-    laptop.wait_for("taken")
+    command = laptop.start("submit", "--cluster", "hpc", laptop.script(GUEST), until=("taken",))
     laptop.login.stop(close_connections=True)
     assert command.wait(60) == 1
     message = laptop.output_of(command)[1]

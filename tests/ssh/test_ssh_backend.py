@@ -109,8 +109,7 @@ def test_git_answers_beside_file_and_files_written_there_are_named(site: Site) -
 
 
 def test_job_files_on_host_are_private_and_token_is_not_exposed(site: Site) -> None:
-    record = site.submit(SLEEPER)
-    wait_for_lines(record, "up 0", "up 1")
+    record = site.submit(SLEEPER, until=("up 0", "up 1"))
     elapsed = polling.status(record).elapsed  # by the clock of the host
     assert elapsed is not None
     assert 0 <= elapsed < TEST_TIMEOUT
@@ -363,8 +362,7 @@ def test_master_addr_is_address_that_other_hosts_reach(site: Site) -> None:
 
 
 def test_sshd_restart_does_not_affect_running_job(site: Site) -> None:
-    record = site.submit(UNTIL_LEAVE)
-    wait_for_lines(record, "up 0", "up 1")
+    record = site.submit(UNTIL_LEAVE, until=("up 0", "up 1"))
     for name in ("gpu1", "gpu2"):
         host = site.ssh_network.hosts[name]
         host.stop()
@@ -388,8 +386,7 @@ def test_line_written_after_the_poll_that_brings_the_end_is_shown(
     site: Site, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A poll reads the logs before the ends; here the job goes on between the two."""
-    record = site.submit(UNTIL_LEAVE, hosts="gpu1")
-    wait_for_lines(record, "up 0")
+    record = site.submit(UNTIL_LEAVE, hosts="gpu1", until=("up 0",))
     place = site.remote_dir(record, "gpu1")
     end = Verdict(JobState.SUCCEEDED, 0).to_json() | {"node_rank": 0}
     (place / "ends" / "node0.json").write_text(json.dumps(end))
@@ -409,8 +406,7 @@ def test_line_written_after_the_poll_that_brings_the_end_is_shown(
 def test_poll_that_began_before_the_end_does_not_count_as_the_last(
     site: Site, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    record = site.submit(UNTIL_LEAVE)
-    wait_for_lines(record, "up 0", "up 1")
+    record = site.submit(UNTIL_LEAVE, until=("up 0", "up 1"))
     poll, read, arrived = JobMirror.poll, threading.Event(), threading.Event()
 
     def poll_slow_host(mirror: JobMirror, session: Any, *, logs: bool) -> Any:

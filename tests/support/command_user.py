@@ -8,7 +8,7 @@ import shlex
 import signal
 import subprocess
 import textwrap
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -85,8 +85,8 @@ class CommandUser:
         assert PACKAGE not in done.err, f"a traceback of ours\n{done.err}"
         return subprocess.CompletedProcess(words, done.code, done.out, done.err)
 
-    def start(self, *args: str, **options: Any) -> subprocess.Popen[str]:
-        """Start clusterjob; `output_of` returns its output."""
+    def start(self, *args: str, until: Iterable[str] = (), **options: Any) -> subprocess.Popen[str]:
+        """Start clusterjob, whose output `output_of` returns; wait for the files ``until``."""
         number = len(self.running)
         with (
             self._output(number, "out").open("w") as out,
@@ -100,6 +100,7 @@ class CommandUser:
                 **options,
             }
             self.running.append(subprocess.Popen([*CLUSTERJOB, *args], text=True, **options))
+        self.wait_for(*until)
         return self.running[-1]
 
     def output_of(self, process: subprocess.Popen[str]) -> tuple[str, str]:
@@ -119,8 +120,13 @@ class CommandUser:
     ) -> subprocess.CompletedProcess[str]:
         return self("run", *self.target, *options, self.script(text), *args, code=code)
 
-    def submit(self, text: str, *options: str, args: tuple[str, ...] = ()) -> str:
-        return self("submit", *self.target, *options, self.script(text), *args).stdout.strip()
+    def submit(
+        self, text: str, *options: str, args: tuple[str, ...] = (), until: Iterable[str] = ()
+    ) -> str:
+        """Submit a script; return the job id when workers have created the files ``until``."""
+        job_id = self("submit", *self.target, *options, self.script(text), *args).stdout.strip()
+        self.wait_for(*until)
+        return job_id
 
     # -- jobs --------------------------------------------------------------------------------------
 

@@ -251,8 +251,12 @@ class Job:
         stdin: int = subprocess.DEVNULL,
         stdout: int | None = None,
         stderr: int | None = None,
+        until: Iterable[str] = (),
     ) -> subprocess.Popen[bytes]:
-        """Start one node's agent; its output goes to files unless stdout or stderr is given."""
+        """Start one node's agent; its output goes to files unless stdout or stderr is given.
+
+        Return it when workers have created the files ``until``.
+        """
         variables = {
             "CLUSTERJOB_NNODES": str(self.nnodes),
             "CLUSTERJOB_NODE_RANK": str(node_rank),
@@ -274,13 +278,20 @@ class Job:
             )
         self.agents.append(agent)
         self._outputs[agent.pid] = out, err
+        self.wait_for(*until)
         return agent
 
     def start_all(
-        self, *arguments: str, python: tuple[str, ...] = PLAIN, env: Mapping[str, str] | None = None
+        self,
+        *arguments: str,
+        python: tuple[str, ...] = PLAIN,
+        env: Mapping[str, str] | None = None,
+        until: Iterable[str] = (),
     ) -> None:
+        """Start the agents of all nodes; wait until workers have created the files ``until``."""
         for node_rank in range(self.nnodes):
             self.start(node_rank, *arguments, python=python, env=env)
+        self.wait_for(*until)
 
     def run(self, *arguments: str, code: int = 0, **more: Any) -> None:
         """Run the job; fail the test unless all agents end with this exit code."""

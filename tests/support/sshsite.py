@@ -5,7 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 import textwrap
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -76,9 +76,13 @@ class Site:
             job_settings.make_spec(program, settings, directory=self.directory), settings
         )
 
-    def submit(self, text: str, *args: str, **flags: Any) -> Record:
+    def submit(self, text: str, *args: str, until: Sequence[str] = (), **flags: Any) -> Record:
+        """Submit a script; return the record when its output has the lines ``until``."""
         plan = self.plan(Program("script", self.script(text), args=args), **flags)
-        return jobs.submit(plan, "ssh", detach=True)
+        record = jobs.submit(plan, "ssh", detach=True)
+        if until:
+            wait_for_lines(record, *until)
+        return record
 
     def refused(self, **flags: Any) -> SubmitError:
         """Submit a job that cannot start; fail if files, records or processes remain."""
