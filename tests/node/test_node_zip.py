@@ -209,7 +209,7 @@ assert importlib.util.find_spec("clusterjob.nothing") is None
     done = subprocess.run(
         command, env=environ, cwd=tmp_path, capture_output=True, text=True, check=False
     )
-    assert "Start a job in the background and print its id" in out, done.stderr
+    assert "Start a job in the background and print its id" in done.stdout, done.stderr
 
 
 @pytest.mark.parametrize("version", ["0.0.9", None])
