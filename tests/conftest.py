@@ -19,7 +19,7 @@ from typing import Any
 import pytest
 from command_user import local_user, new_user  # noqa: F401  fixtures
 from hypothesis import settings
-from launching import is_job_variable
+from launching import is_job_variable, new_folder
 from login_user import laptop  # noqa: F401  fixture
 from preloaded import COMMAND_MODULES, SCRIPT_MODULES, Preloaded, preloaded_process
 from procs import (
@@ -231,9 +231,7 @@ def _leaks(
 @pytest.fixture
 def special_path(tmp_path: Path) -> Path:
     """Return a directory with special characters in its name, to find errors in quoting."""
-    path = tmp_path / "-weird 'name' \"of\"\na $(dîr) ☃"
-    path.mkdir()
-    return path
+    return new_folder(tmp_path / "-weird 'name' \"of\"\na $(dîr) ☃")
 
 
 @pytest.fixture

@@ -10,7 +10,6 @@ import os
 import re
 import shlex
 import signal
-import socket
 import subprocess
 import sys
 import textwrap
@@ -20,13 +19,11 @@ from pathlib import Path
 import pytest
 from command_user import END_TIMEOUT, CommandUser
 from commands import CLUSTERJOB, PACKAGE
-from launching import write_tree
+from launching import HOST, write_tree
 from procs import TEST_TIMEOUT, wait_for_no_processes, wait_until
 from slurm_user import SLEEPER
 
 from clusterjob.cli import main as command_line
-
-HOST = socket.gethostname()
 
 # Each rank creates a file, then waits for the file `leave`.
 WAITER = """
@@ -202,8 +199,7 @@ def test_status_and_list_show_jobs_in_all_states(local_user: CommandUser) -> Non
     local_user("wait", good)
     bad = local_user.submit("raise SystemExit(3)", "--name", "bad")
     local_user("wait", bad, code=3)
-    running = local_user.submit(SLEEPER, "--name", "running")
-    local_user.wait_for("up0")
+    running = local_user.submit(SLEEPER, "--name", "running", until=("up0",))
     jobs = json.loads(local_user("list", "--json").stdout)["jobs"]
     assert [(job["id"], job["state"], job["exit_code"]) for job in jobs] == [
         (running, "RUNNING", None),
@@ -259,8 +255,9 @@ def test_logs_follow_ends_with_the_job_and_shows_unfinished_line_whole(
 
 
 def test_cancel_ends_job_of_run_in_another_terminal(local_user: CommandUser) -> None:
-    running = local_user.start("run", "--nodes", "2", local_user.script(SLEEPER))
-    local_user.wait_for("up0", "up1")
+    running = local_user.start(
+        "run", "--nodes", "2", local_user.script(SLEEPER), until=("up0", "up1")
+    )
     job_id = local_user.only_job()["id"]
     done = local_user("cancel", job_id)
     assert (done.stdout, done.stderr) == ("", f"clusterjob: job {job_id} is cancelled\n")
@@ -381,8 +378,7 @@ def test_killed_run_leaves_no_processes(local_user: CommandUser, number: signal.
     script = local_user.script(
         "import signal; signal.signal(signal.SIGHUP, signal.SIG_IGN)\n" + textwrap.dedent(SLEEPER)
     )
-    running = local_user.start("run", "--nodes", "2", script)
-    local_user.wait_for("up0", "up1")
+    running = local_user.start("run", "--nodes", "2", script, until=("up0", "up1"))
     running.send_signal(number)
     running.wait(TEST_TIMEOUT)
     wait_for_no_processes(END_TIMEOUT)
@@ -393,8 +389,9 @@ def test_killed_run_leaves_no_processes(local_user: CommandUser, number: signal.
 
 def test_run_killed_during_setup_leaves_no_processes(local_user: CommandUser) -> None:
     setup = 'touch "in$CLUSTERJOB_NODE_RANK"; sleep 1000'
-    running = local_user.start("run", "--nodes", "2", "--setup", setup, local_user.script(""))
-    local_user.wait_for("in0", "in1")
+    running = local_user.start(
+        "run", "--nodes", "2", "--setup", setup, local_user.script(""), until=("in0", "in1")
+    )
     running.kill()
     running.wait(TEST_TIMEOUT)
     wait_for_no_processes(END_TIMEOUT)

@@ -11,14 +11,13 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from launching import ROOT, new_folder, write_tree
 from procs import TEST_TIMEOUT, wait_until
 from terminals import Terminal
 
-import clusterjob
 from clusterjob.cli import app, completion_answers, completion_values
 from clusterjob.cli.completion import SCRIPTS
 
-SOURCE = Path(clusterjob.__file__).parent.parent
 START = {
     "bash": ["bash", "--noprofile", "--norc", "-i"],
     "zsh": ["zsh", "--no-rcs", "-i"],
@@ -60,12 +59,18 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     home, work, tools = (tmp_path / name for name in ("home", "work", "bin"))
     for folder in (home / ".ssh", work, tools):
         folder.mkdir(parents=True)
-    (work / "clusterjob.toml").write_text('[clusters.hpc]\nbackend = "slurm"\n')
-    (work / "training.py").write_text("")
-    (home / ".ssh/config").write_text("Include more\nHost node-7 *.example\nHost $(touch${IFS}p)\n")
-    (home / ".ssh/more").write_text("Host=bastion\nHost `touch${IFS}q`x\n")
+    write_tree(
+        work, **{"clusterjob.toml": '[clusters.hpc]\nbackend = "slurm"\n', "training.py": ""}
+    )
+    write_tree(
+        home,
+        **{
+            ".ssh/config": "Include more\nHost node-7 *.example\nHost $(touch${IFS}p)\n",
+            ".ssh/more": "Host=bastion\nHost `touch${IFS}q`x\n",
+        },
+    )
     command = tools / "clusterjob"
-    command.write_text(f'#!/bin/sh\nPYTHONPATH={SOURCE} exec {sys.executable} -m clusterjob "$@"\n')
+    command.write_text(f'#!/bin/sh\nPYTHONPATH={ROOT} exec {sys.executable} -m clusterjob "$@"\n')
     sinfo = tools / "sinfo"
     sinfo.write_text("#!/bin/sh\nprintf 'gpu-long\\ndebug\\n$(touch r)\\n'\n")
     for each in (command, sinfo):
@@ -79,8 +84,7 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def make_records(names: list[str]) -> None:
-    folder = Path(os.environ["CLUSTERJOB_HOME"]) / "records"
-    folder.mkdir(parents=True, exist_ok=True)
+    folder = new_folder(Path(os.environ["CLUSTERJOB_HOME"]) / "records")
     for number, name in enumerate(names, start=len(list(folder.iterdir()))):
         path = folder / f"{name}.json"
         path.write_text("{}")

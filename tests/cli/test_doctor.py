@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 from doctoring import CLUSTERJOB, doctor, light_torch
-from launching import write_tree
+from launching import executable, write_tree
 from procs import TEST_TIMEOUT
 
 from clusterjob.core.records import home
@@ -241,8 +241,7 @@ def test_missing_or_broken_bash_fails_bash_check(tmp_path: Path) -> None:
     found = doctor(*LOCAL, env=env)
     assert found.failed == ["bash"]
     assert found.state("interpreter") == found.state("torch") == "unknown"
-    (tmp_path / "bash").write_text("#!/bin/sh\nexit 0\n")
-    (tmp_path / "bash").chmod(0o755)
+    executable(tmp_path / "bash", "#!/bin/sh\nexit 0\n")
     assert "is not a working bash" in doctor(*LOCAL, env=env).message("bash")
 
 

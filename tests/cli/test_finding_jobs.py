@@ -15,6 +15,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from commands import CLUSTERJOB
+from launching import new_folder
 from procs import TEST_TIMEOUT
 from terminals import Terminal, show
 
@@ -30,7 +32,6 @@ from clusterjob.node.logs.log_files import LogLine, Timeline
 from clusterjob.node.program import Program
 from clusterjob.node.verdict import JobState, Verdict
 
-COMMAND = [sys.executable, "-m", "clusterjob"]
 WIDE = "训练"  # two letters of two columns each
 Run = Callable[..., tuple[int, str, str]]
 Save = Callable[..., Record]
@@ -180,7 +181,7 @@ def test_command_on_one_job_takes_the_latest(
 def test_list_on_terminal_fits_its_width(save: Save, columns: int) -> None:
     save("train-a", 3, state=JobState.FAILED, code=1, reason="\x1b[31mred\x1b[0m \x07" + "x" * 300)
     save(f"{WIDE * 8}-b", 5, state=JobState.FAILED, code=1, reason=WIDE * 100)
-    code, out = show([*COMMAND, "list"], columns=columns)
+    code, out = show([*CLUSTERJOB, "list"], columns=columns)
     assert code == 0
     lines = out.splitlines()
     assert [width_of(line) <= columns for line in lines] == [True] * 3
@@ -203,7 +204,7 @@ def test_watch_redraws_in_place_and_restores_the_terminal(
     save: Save, number: signal.Signals, code: int
 ) -> None:
     save("one-a")
-    with Terminal([*COMMAND, "list", "--watch"], columns=60, rows=10) as terminal:
+    with Terminal([*CLUSTERJOB, "list", "--watch"], columns=60, rows=10) as terminal:
         terminal.read_until(b"one-a")
         assert terminal.shown.startswith(b"\x1b[?1049h\x1b[?25l")
         save("two-b")
@@ -268,8 +269,7 @@ def logged(save: Save, monkeypatch: pytest.MonkeyPatch) -> Record:
     """Return a job with output of two nodes, which wrote at 1000, 1060 and 1120 s."""
     record = save("log-a")
     for node, ranks in ((0, (0, 1)), (1, (2, 3))):
-        folder = record.job_dir / "logs" / f"node{node}"
-        folder.mkdir()
+        folder = new_folder(record.job_dir / "logs" / f"node{node}")
         timeline = Timeline(folder)
         for step, now in enumerate((1000.0, 1060.0, 1120.0)):
             monkeypatch.setattr(time, "time", lambda now=now, node=node: now + 5000 * node)

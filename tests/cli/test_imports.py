@@ -9,14 +9,13 @@ import json
 import os
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
+from launching import ROOT
 from procs import TEST_TIMEOUT
 
 import clusterjob
 
-SOURCE = Path(clusterjob.__file__).parent.parent
 # What `clusterjob --help` loads besides the standard library and `clusterjob.cli`.
 HELP_THIRD_PARTY = {"annotated_doc", "shellingham", "typer"}
 HELP_MODULES = {
@@ -36,8 +35,8 @@ HELP_MODULES = {
 }
 REPORT = "import json, os, sys; os.write(3, json.dumps(sorted(sys.modules)).encode())"
 MODULES = {
-    ".".join(path.relative_to(SOURCE).with_suffix("").parts).removesuffix(".__init__")
-    for path in (SOURCE / "clusterjob").rglob("*.py")
+    ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
+    for path in (ROOT / "clusterjob").rglob("*.py")
     if path.name not in ("__main__.py", "main.py") and "templates" not in path.parts
 }
 NODE_MODULES = sorted(
@@ -175,7 +174,7 @@ def test_unknown_public_name_raises_attribute_error() -> None:
 def test_node_modules_load_only_standard_library_and_node_half() -> None:
     """Site-packages is disabled, so that an import of a third-party module fails."""
     names = ["clusterjob.bootstrap", *NODE_MODULES]
-    code = f"import sys; sys.path.insert(0, {str(SOURCE)!r})\nimport {', '.join(names)}\n{REPORT}"
+    code = f"import sys; sys.path.insert(0, {str(ROOT)!r})\nimport {', '.join(names)}\n{REPORT}"
     modules = loaded("-I", "-S", "-c", code)
     assert third_party(modules) == set()
     assert not top_levels(modules) & {"pip", "ensurepip", "tkinter"}

@@ -14,7 +14,7 @@ import pytest
 from doctoring import CLUSTERJOB, PACKAGE, doctor, light_torch
 from hypothesis import given
 from hypothesis import strategies as st
-from launching import write_tree
+from launching import executable, write_tree
 from procs import TEST_TIMEOUT
 from ssh_network import python_without_torch
 
@@ -39,8 +39,7 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     plain = python_without_torch(tmp_path)
     python = work / ".venv/bin/python"
     library = light_torch(tmp_path / "lib")
-    python.write_text(f'#!/bin/sh\nPYTHONPATH={library}:$PYTHONPATH exec {plain} "$@"\n')
-    python.chmod(0o755)
+    executable(python, f'#!/bin/sh\nPYTHONPATH={library}:$PYTHONPATH exec {plain} "$@"\n')
     (work / ".venv/lib/python3.11/site-packages").mkdir(parents=True)
     (work / ".venv/lib/python3.11/site-packages/torch").symlink_to(library / "torch")
     monkeypatch.setenv("HOME", str(home))

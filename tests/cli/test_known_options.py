@@ -84,8 +84,7 @@ def test_local_job_takes_idle_gpus_and_holds_them(
     smi: FakeSmi,
 ) -> None:
     smi.set_gpus([3, 40_000, 3, 3], {3: [(1, "python")]})
-    first = local_user.submit(SLEEPER, "--gpus", "auto:1")
-    local_user.wait_for("up0")
+    first = local_user.submit(SLEEPER, "--gpus", "auto:1", until=("up0",))
     script = local_user.script(SHOW_GPUS)
     done = local_user("run", "--gpus", "auto:1", script)
     assert done.stdout == f"0 {smi.prefix}2\n", "0 is held by the first job; 1 and 3 are not idle"

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 from commands import CLUSTERJOB, command
+from launching import new_folder
 from screens import Tmux
 from terminals import Terminal, show
 
@@ -104,8 +105,7 @@ def test_watch_folds_lines_and_reads_open_lines_once_per_poll(
     monkeypatch: pytest.MonkeyPatch,
     terminal: bool,
 ) -> None:
-    directory = node_directory(tmp_path, 0)
-    directory.mkdir(parents=True)
+    directory = new_folder(node_directory(tmp_path, 0))
     for rank in range(4):
         (directory / f"rank{rank}.out").write_text("ready\n")
     Timeline(directory).note()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import subprocess
 import sys
 import tarfile
 import zipfile
@@ -11,30 +10,20 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
-from procs import TEST_TIMEOUT
+from launching import ROOT
+from procs import checked_output
 
 import clusterjob
 
-SOURCE = Path(clusterjob.__file__).parent.parent
-TEMPLATES = sorted(path.name for path in (SOURCE / "templates").glob("*.j2"))
+TEMPLATES = sorted(path.name for path in (ROOT / "templates").glob("*.j2"))
 
 pytestmark = pytest.mark.skipif(
-    not (SOURCE / "pyproject.toml").is_file(), reason="not run from a source tree"
+    not (ROOT / "pyproject.toml").is_file(), reason="not run from a source tree"
 )
 
 
 def run(*command: str, cwd: Path, **variables: str) -> str:
-    done = subprocess.run(
-        command,
-        cwd=cwd,
-        env=os.environ | variables,
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=TEST_TIMEOUT,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout
+    return checked_output(*command, cwd=cwd, env=os.environ | variables)
 
 
 @pytest.fixture(scope="module")
@@ -45,10 +34,10 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """
     if find_spec("hatchling") is None:
         pytest.skip("hatchling is not installed")
-    before = set(os.listdir(SOURCE))
+    before = set(os.listdir(ROOT))
     directory = tmp_path_factory.mktemp("dist")
     build = [sys.executable, "-m", "hatchling", "build", "-d"]
-    run(*build, str(directory / "tree"), "-t", "sdist", "-t", "wheel", cwd=SOURCE)
+    run(*build, str(directory / "tree"), "-t", "sdist", "-t", "wheel", cwd=ROOT)
     [sdist] = (directory / "tree").glob("*.tar.gz")
     with tarfile.open(sdist) as archive:
         archive.extractall(directory / "unpacked", filter="data") if sys.version_info >= (
@@ -58,7 +47,7 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     [unpacked] = (directory / "unpacked").iterdir()
     run(*build, str(directory / "rebuilt"), "-t", "wheel", cwd=unpacked)
     [wheel], [rebuilt] = (directory / "tree").glob("*.whl"), (directory / "rebuilt").glob("*.whl")
-    assert set(os.listdir(SOURCE)) == before
+    assert set(os.listdir(ROOT)) == before
     return {"sdist": sdist, "wheel": wheel, "wheel of the sdist": rebuilt, "unpacked": unpacked}
 
 
@@ -71,8 +60,8 @@ def test_wheel_contains_package_and_templates(built: dict[str, Path], kind: str)
             for name in names
             if name.startswith("clusterjob/templates/")
         }
-    assert packed == {name: (SOURCE / "templates" / name).read_bytes() for name in TEMPLATES}
-    modules = {str(path.relative_to(SOURCE)) for path in (SOURCE / "clusterjob").rglob("*.py")}
+    assert packed == {name: (ROOT / "templates" / name).read_bytes() for name in TEMPLATES}
+    modules = {str(path.relative_to(ROOT)) for path in (ROOT / "clusterjob").rglob("*.py")}
     assert modules <= names
     info = f"clusterjob-{clusterjob.__version__}.dist-info/"
     expected = ("clusterjob/", "hydra_plugins/clusterjob_launcher/", info)

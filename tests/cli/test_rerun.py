@@ -154,7 +154,6 @@ def test_elements_to_repeat_keep_their_indices_and_values(work: Path) -> None:
         Program("script", "script.py"), work, sweep=("lr=1,2,3,4",), array="%2", only=(1, 3)
     )
     array = spec.elements()
-    assert array is not None
     assert (array.indices, array.at_once, len(array.values)) == ((1, 3), 2, 4)
     assert JobSpec.from_json(json.loads(json.dumps(spec.to_json()))).only == (1, 3)
     with pytest.raises(SpecError, match="has no element 4"):

@@ -6,16 +6,15 @@ import contextlib
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from procs import TEST_TIMEOUT, Job, wait_until
+from procs import TEST_TIMEOUT, MakeJob, wait_until
 from terminals import Terminal
 
 from clusterjob.node.system import processes
 
-MakeJob = Callable[..., Job]
 pytestmark = pytest.mark.usefixtures("plain_python")
 
 READER = """

@@ -18,6 +18,7 @@ from compat_runs import (
     under_clusterjob,
     under_torchrun,
 )
+from launching import new_folder
 
 
 def _marks(case: Case, start: str) -> list[pytest.MarkDecorator]:
@@ -73,8 +74,7 @@ def test_clusterjob_needs_no_more_cpu_than_torchrun(tmp_path: Path, name: str) -
     taken: dict[str, list[float]] = {"torchrun": [], "fork": [], "exec": []}
     for turn in range(3):
         for launcher, seconds in taken.items():
-            directory = tmp_path / f"{launcher}{turn}"
-            directory.mkdir()
+            directory = new_folder(tmp_path / f"{launcher}{turn}")
             before = resource.getrusage(resource.RUSAGE_CHILDREN)
             outcome = (
                 under_torchrun(case, directory)

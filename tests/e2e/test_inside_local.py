@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 from docs_commands import SESSIONS
 from inside_job import CLUSTERJOB, LEFT, Inside, get, of_command, running
+from launching import executable
 from procs import TEST_TIMEOUT, below, command_line, wait_until
 from terminals import Terminal, show
 
@@ -255,8 +256,7 @@ def test_commands_of_troubleshooting_page(
     tmp_path: Path, plain_python: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     [session] = [each for each in SESSIONS if "test_inside_local" in each.runner]
-    (tmp_path / "nvidia-smi").write_text("#!/bin/sh\necho a GPU of rank $RANK\n")
-    (tmp_path / "nvidia-smi").chmod(0o755)
+    executable(tmp_path / "nvidia-smi", "#!/bin/sh\necho a GPU of rank $RANK\n")
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
     with running(tmp_path, *TWO_NODES) as job:
         execute, shell, forward = (
@@ -269,7 +269,6 @@ def test_commands_of_troubleshooting_page(
             terminal.type(b"exit\r")
             assert terminal.finish() == 0
         with subprocess.Popen(forward, stdout=subprocess.PIPE, text=True) as process:
-            assert process.stdout is not None
             line = process.stdout.readline()
             process.send_signal(signal.SIGINT)
         assert re.fullmatch(

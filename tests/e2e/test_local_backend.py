@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import os
 import shutil
-import socket
 import subprocess
 import textwrap
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+from launching import HOST, new_folder
 from procs import (
     TEST_TIMEOUT,
     alive,
@@ -34,7 +34,6 @@ from clusterjob.node.system import processes
 from clusterjob.node.system.sanitize import sanitize
 from clusterjob.node.verdict import FailureKind, JobState
 
-HOST = socket.gethostname()
 END_TIMEOUT = 15.0  # seconds; much longer than a job needs to end, because the machine may be busy
 
 # Each rank creates a file, then sleeps for ever.
@@ -73,9 +72,11 @@ class Project:
         spec = job_settings.make_spec(program, settings, directory=self.directory)
         return jobs.plan(spec, settings)
 
-    def submit(self, text: str, *args: str, **flags: Any) -> Record:
-        """Submit a script with this text as a detached job, like ``clusterjob submit``."""
-        return jobs.submit(self.plan(text, *args, **flags), "local", detach=True)
+    def submit(self, text: str, *args: str, until: Iterable[str] = (), **flags: Any) -> Record:
+        """Submit a script as a detached job; return its record when the files ``until`` exist."""
+        record = jobs.submit(self.plan(text, *args, **flags), "local", detach=True)
+        self.wait_for(*until)
+        return record
 
     def wait_for(self, *names: str) -> None:
         wait_until(
@@ -85,14 +86,12 @@ class Project:
 
 def agents_of(record: Record) -> list[int]:
     """Return the pids of a job's agents, ordered by node rank."""
-    assert record.handle is not None
     return [agent["pid"] for agent in record.handle.data["agents"]]
 
 
 @pytest.fixture
 def project(tmp_path: Path, plain_python: str) -> Project:
-    directory = tmp_path / "work"
-    directory.mkdir()
+    directory = new_folder(tmp_path / "work")
     return Project(directory, plain_python)
 
 
@@ -165,7 +164,6 @@ def test_job_whose_script_fails_before_its_agents_names_the_line(
 ) -> None:
     verdict = wait_for_verdict(project.submit(SLEEPER, **flags), END_TIMEOUT)
     assert (verdict.state, verdict.exit_code) == (JobState.FAILED, code), verdict.text()
-    assert verdict.failure is not None
     assert (verdict.failure.host, verdict.failure.kind) == (HOST, FailureKind.LAUNCH)
     assert reason in verdict.text()
 
@@ -178,8 +176,7 @@ def test_interpreter_path_may_be_relative_to_workdir(project: Project) -> None:
 
 
 def test_deleted_workdir_fails_job(project: Project) -> None:
-    workdir = project.path("wörk 'dir'\n2")
-    workdir.mkdir()
+    workdir = new_folder(project.path("wörk 'dir'\n2"))
     (workdir / "script.py").touch()
     plan = project.plan("", workdir=str(workdir), snapshot=False)
     shutil.rmtree(workdir)
@@ -210,8 +207,7 @@ def test_node_killed_during_setup_leaves_no_processes(project: Project, node_ran
     The agent of the other node waits at most for the join timeout.
     """
     line = f'[ "$CLUSTERJOB_NODE_RANK" != {node_rank} ] || {{ touch in; sleep 1000; }}'
-    record = project.submit(SLEEPER, setup=line, join_timeout="2")
-    project.wait_for("in")
+    record = project.submit(SLEEPER, setup=line, join_timeout="2", until=("in",))
     kill_all([agents_of(record)[node_rank]])
     wait_for_no_processes(END_TIMEOUT)
     assert wait_for_verdict(record).state in (JobState.FAILED, JobState.LOST)
@@ -234,8 +230,7 @@ def test_job_can_be_cancelled_at_any_time_of_start(project: Project) -> None:
 
 def test_job_is_cancelled_during_setup_that_ignores_sigterm(project: Project) -> None:
     setup = 'trap "" TERM; touch "in$CLUSTERJOB_NODE_RANK"; sleep 1000'
-    record = project.submit(SLEEPER, setup=setup, grace="0.3")
-    project.wait_for("in0", "in1")
+    record = project.submit(SLEEPER, setup=setup, grace="0.3", until=("in0", "in1"))
     assert polling.status(record).state is JobState.PENDING
     jobs.cancel([record])
     wait_for_no_processes(END_TIMEOUT)
@@ -246,8 +241,7 @@ def test_job_is_cancelled_during_setup_that_ignores_sigterm(project: Project) ->
 
 
 def test_running_job_with_deleted_directory_is_cancelled(project: Project) -> None:
-    record = project.submit(SLEEPER)
-    project.wait_for("up0", "up1")
+    record = project.submit(SLEEPER, until=("up0", "up1"))
     # rename is atomic; a writer could create files again during rmtree
     shutil.rmtree(record.job_dir.rename(project.path("deleted")))
     assert polling.status(record).state in (JobState.RUNNING, JobState.UNKNOWN)

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 from commands import CLUSTERJOB, command
+from launching import executable, new_folder
 from packed_env import MODULE, uv_project
 from procs import wait_until
 
@@ -20,8 +21,7 @@ WAIT = 60.0  # seconds; each step needs much less
 def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("PATH", f"{Path(sys.executable).parent}:{os.environ['PATH']}")
     monkeypatch.setenv("CLUSTERJOB_HOME", str(tmp_path / "home"))
-    root = tmp_path / "project"
-    root.mkdir()
+    root = new_folder(tmp_path / "project")
     (root / "train.py").write_text(f"import own, {MODULE}; print(own.VALUE, {MODULE}.VALUE)\n")
     return uv_project(root)
 
@@ -41,14 +41,13 @@ def test_run_shows_the_preparation_and_an_interrupt_ends_uv(
     project: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Run a uv that stops before its sync, as on a slow network."""
-    first = tmp_path / "first"
-    first.mkdir()
+    first = new_folder(tmp_path / "first")
     os.mkfifo(tmp_path / "never")
-    (first / "uv").write_text(
+    executable(
+        first / "uv",
         f'#!/bin/bash\nif [ "$1" = sync ]; then echo $$ > {tmp_path}/uv.pid; '
-        f'read < {tmp_path}/never; fi\nexec {Path(sys.executable).parent}/uv "$@"\n'
+        f'read < {tmp_path}/never; fi\nexec {Path(sys.executable).parent}/uv "$@"\n',
     )
-    (first / "uv").chmod(0o755)
     monkeypatch.setenv("PATH", f"{first}:{os.environ['PATH']}")
     file, shown = tmp_path / "uv.pid", tmp_path / "shown"
     with shown.open("w") as stderr:

@@ -5,13 +5,14 @@ from __future__ import annotations
 import os
 import signal
 import time
-from collections.abc import Callable
 
 import pytest
 from procs import (
+    QUICK_LEASE,
     TEST_TIMEOUT,
     WITH_TORCH,
     Job,
+    MakeJob,
     alive,
     below,
     children,
@@ -21,8 +22,6 @@ from procs import (
     wait_until,
 )
 
-MakeJob = Callable[..., Job]
-QUICK_LEASE = ("--lease", "2")
 RESTARTS = ("--max-restarts", "3")
 
 # Each rank of a round creates a file, and ends when a file ``go`` names the round.
@@ -80,8 +79,7 @@ PARTS = ["agent 0", "agent 1", "forkserver 0", "forkserver 1"]
 @pytest.mark.parametrize("victim", PARTS)
 def test_killed_part_restarts_the_workers(make_job: MakeJob, victim: str) -> None:
     job = make_job(2)
-    job.start_all(*RESTARTS, job.script(ROUNDS))
-    job.wait_for(*up(0))
+    job.start_all(*RESTARTS, job.script(ROUNDS), until=up(0))
     workers = [pid for agent in job.agents for pid in below(agent.pid)]
     os.kill(victim_of(job, victim), signal.SIGKILL)
     job.wait_for(*up(1))
@@ -114,8 +112,7 @@ def test_killed_part_restarts_the_workers(make_job: MakeJob, victim: str) -> Non
 
 def test_killed_store_restarts_the_workers(make_job: MakeJob) -> None:
     job = make_job(2)
-    job.start_all(*RESTARTS, job.script(SUMS), python=WITH_TORCH)
-    job.wait_for(*up(0))
+    job.start_all(*RESTARTS, job.script(SUMS), python=WITH_TORCH, until=up(0))
     os.kill(store_of(job), signal.SIGKILL)
     job.wait_for(*up(1))
     job.path("go1").touch()
@@ -132,6 +129,8 @@ def test_each_kill_of_the_coordinator_costs_one_restart(make_job: MakeJob) -> No
     job.start(0, *RESTARTS, job.script(ROUNDS))
     for restart in range(4):
         job.wait_for(f"up0.{restart}")
+        # The loss of a round that does not count as running yet costs nothing.
+        wait_until(lambda rounds=restart: job.events("running")[rounds:], TEST_TIMEOUT)
         agent = job.agent_of(0)
         os.kill(agent, signal.SIGKILL)
     assert job.wait() == [1], job.stderr(job.agents[0])
@@ -159,8 +158,7 @@ def test_agent_of_node_0_killed_before_the_first_round_costs_no_restart(make_job
 
 def test_job_without_restarts_has_no_parent_process(make_job: MakeJob) -> None:
     job = make_job()
-    job.start(0, job.script(ROUNDS))
-    job.wait_for("up0.0")
+    job.start(0, job.script(ROUNDS), until=("up0.0",))
     forkserver = job.forkserver_of(job.agents[0])
     assert [len(children(pid)) for pid in children(forkserver)] == [0, 0]
     job.path("go0").touch()
@@ -171,8 +169,7 @@ def test_job_without_restarts_has_no_parent_process(make_job: MakeJob) -> None:
 @pytest.mark.parametrize("nodes", [1, 2])
 def test_killed_parent_ends_its_node(make_job: MakeJob, nodes: int) -> None:
     job = make_job(nodes)
-    job.start_all(*QUICK_LEASE, *RESTARTS, job.script(ROUNDS))
-    job.wait_for(*up(0, nodes))
+    job.start_all(*QUICK_LEASE, *RESTARTS, job.script(ROUNDS), until=up(0, nodes))
     job.agents[-1].kill()
     assert job.wait() == [*[1] * (nodes - 1), -signal.SIGKILL]
     wait_for_no_processes(10)
@@ -198,8 +195,7 @@ def test_signal_to_parent_and_agent_cancels_job_once(
         while True:
             time.sleep(0.05)
     """)
-    job.start(0, *RESTARTS, "--grace", "3", script)
-    job.wait_for("up")
+    job.start(0, *RESTARTS, "--grace", "3", script, until=("up",))
     agent = job.agent_of(0)
     for pid in (job.agents[0].pid, agent):  # as Ctrl-C, or a scheduler
         os.kill(pid, number)
@@ -218,8 +214,7 @@ def test_agent_killed_after_cancel_is_not_started_again(make_job: MakeJob) -> No
         while True:
             time.sleep(0.05)
     """)
-    job.start(0, *RESTARTS, "--grace", "1000", script)
-    job.wait_for("up")
+    job.start(0, *RESTARTS, "--grace", "1000", script, until=("up",))
     job.agents[0].terminate()
     job.wait_for("told")
     os.kill(job.agent_of(0), signal.SIGKILL)
@@ -233,8 +228,7 @@ def test_agent_killed_after_cancel_is_not_started_again(make_job: MakeJob) -> No
 
 def test_numbered_lines_go_on_after_agent_was_killed(make_job: MakeJob) -> None:
     job = make_job()
-    job.start(0, *RESTARTS, job.script(ROUNDS), env={"CLUSTERJOB_STREAM": "1"})
-    job.wait_for("up0.0")
+    job.start(0, *RESTARTS, job.script(ROUNDS), env={"CLUSTERJOB_STREAM": "1"}, until=("up0.0",))
     wait_until(lambda: "round 0" in job.stdout(job.agents[0]), TEST_TIMEOUT)
     time.sleep(0.3)  # the console has noted the line
     os.kill(job.agent_of(0), signal.SIGKILL)
@@ -252,8 +246,7 @@ def test_numbered_lines_go_on_after_agent_was_killed(make_job: MakeJob) -> None:
 @pytest.mark.parametrize("node", [0, 1])
 def test_node_whose_agent_was_frozen_comes_back(make_job: MakeJob, node: int) -> None:
     job = make_job(2)
-    job.start_all(*QUICK_LEASE, *RESTARTS, job.script(ROUNDS))
-    job.wait_for(*up(0))
+    job.start_all(*QUICK_LEASE, *RESTARTS, job.script(ROUNDS), until=up(0))
     agent = job.agent_of(node)
     os.kill(agent, signal.SIGSTOP)
     time.sleep(4.0)

@@ -13,14 +13,14 @@ import subprocess
 import sys
 import textwrap
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from launching import HOST, new_folder
 from procs import (
     TEST_TIMEOUT,
     WITH_TORCH,
-    Job,
+    MakeJob,
     alive,
     command_line,
     handles_signal,
@@ -28,9 +28,6 @@ from procs import (
     wait_for_no_processes,
     wait_until,
 )
-
-MakeJob = Callable[..., Job]
-HOST = socket.gethostname()
 
 # Creates a file with its rank in the name, then waits for ever.
 SLEEPER = """
@@ -152,15 +149,13 @@ def test_special_characters_in_paths_and_arguments_are_preserved(
     script = special_path / "-s'c\"r i\np☃t.py"
     script.write_text("import os, sys\nprint(ascii(sys.argv[1:]), ascii(__file__))")
     arguments = ["", "a b", "'", '"', "$(touch x)", "new\nline", "-m", "--", "☃", "\udcff"]
-    job.start_all(str(script), *arguments)
-    assert job.wait() == [0, 0]
+    job.run(str(script), *arguments)
     assert job.log(1, "rank1.out") == f"{arguments!a} {str(script)!a}\n"
 
 
 def test_token_appears_in_no_file_and_no_command_line(make_job: MakeJob) -> None:
     job = make_job(2)
-    job.start_all(job.script(SLEEPER))
-    job.wait_for("up0", "up1")
+    job.start_all(job.script(SLEEPER), until=("up0", "up1"))
     assert own_processes()
     assert not [pid for pid in own_processes() if job.token in command_line(pid)]
     job.agents[1].terminate()
@@ -181,8 +176,7 @@ def test_workers_start_with_empty_stdin_and_no_inherited_descriptors(make_job: M
             except OSError:
                 pass  # the descriptor of listdir itself
     """)
-    job.start(0, "--no-echo", "--nproc-per-node", "2", script)
-    assert job.wait() == [0]
+    job.run("--no-echo", "--nproc-per-node", "2", script)
     assert job.stdout(job.agents[0]) == ""
     for rank in (0, 1):
         lines = job.log(0, f"rank{rank}.out").splitlines()
@@ -221,8 +215,7 @@ def test_worker_failure_on_node_1_ends_job_on_both_nodes(
             {statement}
         time.sleep(1000)
     """)
-    job.start_all("--start", start, "--nproc-per-node", "2", script)
-    assert job.wait() == [code, code]
+    job.run("--start", start, "--nproc-per-node", "2", script, code=code)
     result, failure = job.result, job.result["failure"]
     assert (result["state"], result["exit_code"]) == ("FAILED", code)
     assert (failure["rank"], failure["local_rank"], failure["node_rank"], failure["host"]) == (
@@ -252,8 +245,7 @@ def test_signal_to_process_group_of_a_rank_ends_that_rank_alone(
             os.killpg(0, signal.SIGTERM)
         time.sleep(1000)
     """
-    job.start_all("--nproc-per-node", "2", "--start", start, job.script(text))
-    assert job.wait() == [143]
+    job.run("--nproc-per-node", "2", "--start", start, job.script(text), code=143)
     assert job.result["failure"]["rank"] == 1
     assert "SIGTERM" in job.result["failure"]["message"]
 
@@ -277,8 +269,7 @@ def test_failure_time_is_time_of_exception_not_of_exit(make_job: MakeJob) -> Non
         pathlib.Path("failing1").touch()
         raise ValueError("the second")
     """)
-    job.start_all(script)
-    assert job.wait() == [1, 1]
+    job.run(script, code=1)
     assert (
         job.result["failure"]["rank"],
         job.result["failure"]["exit_code"],
@@ -304,8 +295,7 @@ def test_failure_of_forked_child_is_not_failure_of_worker(make_job: MakeJob) -> 
         time.sleep(0.3)
         raise ValueError("the only failure")
     """)
-    job.start_all("--start", "fork", script)
-    assert job.wait() == [1, 1]
+    job.run("--start", "fork", script, code=1)
     assert (job.result["failure"]["rank"], job.result["failure"]["exit_code"]) == (1, 1)
     assert job.result["consequences"] == []
 
@@ -332,8 +322,7 @@ def test_invalid_data_in_report_pipe_is_ignored(make_job: MakeJob) -> None:
                 left = left[os.write(fd, left):]
         os._exit(9)
     """)
-    job.start(0, "--start", "fork", script)
-    assert job.wait() == [9]
+    job.run("--start", "fork", script, code=9)
     assert job.result["failure"]["rank"] == 0
 
 
@@ -350,8 +339,7 @@ def test_verdict_is_written_when_all_ranks_fail_at_once_with_long_stderr(make_jo
         time.sleep(max(0.0, float(pathlib.Path("go").read_text()) - time.time()))
         os._exit(3)
     """)
-    job.start_all("--nproc-per-node", "12", script)
-    job.wait_for(*(f"up{rank}" for rank in range(24)))
+    job.start_all("--nproc-per-node", "12", script, until=[f"up{rank}" for rank in range(24)])
     job.path("new").write_text(str(time.time() + 0.3))
     job.path("new").rename(job.path("go"))
     assert job.wait() == [3, 3]
@@ -374,8 +362,6 @@ ALL_REDUCE = """
                 raise ValueError("the root cause")
             if how == "kill":
                 os.kill(os.getpid(), signal.SIGKILL)
-            if how == "exit":
-                os._exit(11)
         total = torch.ones(4)
         dist.all_reduce(total)
         assert total.tolist() == [dist.get_world_size()] * 4
@@ -398,7 +384,6 @@ ABORTS_AT_EXIT = (134, "SIGABRT")
     [
         ("raise", 3, "--start=fork"),
         ("kill", 2, "--start=exec"),
-        ("exit", 1, "--start=fork"),
         pytest.param("raise", 3, "--launcher=torchrun", marks=pytest.mark.slow),
     ],
 )
@@ -408,7 +393,7 @@ def test_root_cause_is_rank_that_failed_first(
     job = make_job(2)
     script = job.script(ALL_REDUCE)
     job.start_all("--nproc-per-node", "2", start, script, how, str(guilty), python=WITH_TORCH)
-    ends = {"raise": [(1, None)], "kill": [(137, "SIGKILL")], "exit": [(11, None)]}[how]
+    ends = {"raise": [(1, None)], "kill": [(137, "SIGKILL")]}[how]
     if "torchrun" in start:
         ends.append(ABORTS_AT_EXIT)
     codes = job.wait()
@@ -429,8 +414,14 @@ def test_root_cause_is_rank_that_failed_first(
 
 def test_killed_coordinator_leaves_no_result_and_both_nodes_lost(make_job: MakeJob) -> None:
     job = make_job(2)
-    job.start_all("--start", "exec", "--nproc-per-node", "2", job.script(SLEEPER))
-    job.wait_for("up0", "up1", "up2", "up3")
+    job.start_all(
+        "--start",
+        "exec",
+        "--nproc-per-node",
+        "2",
+        job.script(SLEEPER),
+        until=("up0", "up1", "up2", "up3"),
+    )
     job.agents[0].kill()
     wait_for_no_processes(10)
     assert job.wait() == [-9, 1]
@@ -457,8 +448,7 @@ def test_daemonized_grandchildren_end_with_job(make_job: MakeJob, end: str) -> N
             {last}
         """)
     )
-    job.start_all(script)
-    job.wait_for("daemon0", "daemon1")
+    job.start_all(script, until=("daemon0", "daemon1"))
     if end == "cancel":
         job.agents[0].terminate()
     assert set(job.wait()) == {{"success": 0, "cancel": 143}[end]}
@@ -475,9 +465,9 @@ def test_daemonized_grandchildren_end_with_killed_agent_or_forkserver(
         job.script(
             textwrap.dedent(DAEMON)
             + "leave_a_daemon('daemon' + os.environ['RANK'])\ntime.sleep(1000)\n"
-        )
+        ),
+        until=("daemon0", "daemon1"),
     )
-    job.wait_for("daemon0", "daemon1")
     agent = job.agents[1].pid
     victims = {
         "agent": [agent],
@@ -510,8 +500,7 @@ def test_worker_that_ignores_sigterm_is_killed_after_grace_period(
             time.sleep(0.01)
         sys.exit(6)
     """)
-    job.start_all("--grace", "0.5", script)
-    job.wait_for("up0", "up1")
+    job.start_all("--grace", "0.5", script, until=("up0", "up1"))
     if end == "failure":
         job.path("fail").touch()
     else:
@@ -615,46 +604,11 @@ def test_impossible_start_is_reported_without_traceback(
 # -- restarts --------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("start", ["fork", "exec"])
-def test_workers_are_restarted_after_failure(make_job: MakeJob, start: str) -> None:
-    job = make_job(2)
-    script = job.script("""
-        import os, pathlib, sys, time
-        restart, rank = int(os.environ["TORCHELASTIC_RESTART_COUNT"]), int(os.environ["RANK"])
-        print("restart", restart, "of", os.environ["TORCHELASTIC_MAX_RESTARTS"])
-        pathlib.Path(f"up{rank}.{restart}").touch()
-        if restart < 2 and rank == restart:
-            while not os.path.exists(f"up{1 - rank}.{restart}"):
-                time.sleep(0.01)
-            sys.exit(9)
-        time.sleep(1000 if restart < 2 else 0)
-    """)
-    job.start_all("--start", start, "--max-restarts", "2", script)
-    assert job.wait() == [0, 0]
-    assert (job.result["state"], job.result["restarts"], job.result["failure"]) == (
-        "SUCCEEDED",
-        2,
-        None,
-    )
-    names = [
-        f"node{node}/rank{node}{restart}.{stream}"
-        for node in (0, 1)
-        for restart in ("", ".restart1", ".restart2")
-        for stream in ("out", "err")
-    ]
-    assert sorted(job.logs()) == sorted(names)
-    assert job.log(0, "rank0.restart2.out") == "restart 2 of 2\n"
-    assert len(job.events("restart")) == 2
-    assert "restart 1 of 2: rank 0" in job.stderr(job.agents[0])
-    assert "restart 2 of 2: rank 1" in job.stderr(job.agents[0])
-
-
 def test_node_that_still_imports_torch_takes_part_in_restart(
     make_job: MakeJob,
 ) -> None:
     job = make_job(2)
-    slow = job.path("slow") / "torch"
-    slow.mkdir(parents=True)
+    slow = new_folder(job.path("slow") / "torch")
     (slow / "__init__.py").write_text(
         "import time\ntime.sleep(2)\n"
         "raise ModuleNotFoundError(\"No module named 'torch'\", name='torch')\n"
@@ -684,8 +638,7 @@ def test_restart_has_fresh_store(make_job: MakeJob) -> None:
             "if os.environ['TORCHELASTIC_RESTART_COUNT'] == '0' else ('none', '-1')",
         )
     )
-    job.start_all("--max-restarts", "1", script, "kill", "1", python=WITH_TORCH)
-    assert job.wait() == [0, 0], [job.stderr(agent) for agent in job.agents]
+    job.run("--max-restarts", "1", script, "kill", "1", python=WITH_TORCH)
     assert job.result["restarts"] == 1
     assert job.log(1, "rank1.restart1.out") == "rank 1 of 2 is done\n"
 
@@ -713,8 +666,7 @@ def test_signal_to_any_agent_cancels_job_on_all_nodes(
         time.sleep(1000)
     """.replace("NUMBER", str(int(number)))
     )
-    job.start_all(script)
-    job.wait_for("up0", "up1")
+    job.start_all(script, until=("up0", "up1"))
     job.agents[node].send_signal(number)
     assert job.wait() == [143, 143]
     assert (job.result["state"], job.result["exit_code"], job.result["failure"]) == (
@@ -741,8 +693,7 @@ def test_second_signal_after_sigint_ends_job_within_grace_period(make_job: MakeJ
         while True:
             time.sleep(0.05)
     """)
-    job.start_all("--grace", "1000", script)
-    job.wait_for("up0", "up1")
+    job.start_all("--grace", "1000", script, until=("up0", "up1"))
     job.agents[1].send_signal(signal.SIGINT)
     # The same key press a second time, passed on by a command between terminal and agent.
     job.agents[1].send_signal(signal.SIGINT)
@@ -830,8 +781,7 @@ def test_signal_to_all_processes_while_agent_loads_cancels_job(
         "slow/asyncio.py",
     )
     path = os.pathsep.join(filter(None, (str(job.path("slow")), os.environ.get("PYTHONPATH", ""))))
-    agent = job.start(0, job.script(SLEEPER), env={"PYTHONPATH": path})
-    job.wait_for("loading")
+    agent = job.start(0, job.script(SLEEPER), env={"PYTHONPATH": path}, until=("loading",))
     for pid in (agent.pid, job.forkserver_of(agent)):
         os.kill(pid, number)
     job.path("signalled").touch()
@@ -852,8 +802,7 @@ def test_workers_start_with_default_signal_handlers(make_job: MakeJob, start: st
         handlers = [signal.getsignal(getattr(signal, name)) for name in names]
         pathlib.Path("handlers").write_text(repr(handlers))
     """
-    job.start(0, "--start", start, job.script(text))
-    assert job.wait() == [0]
+    job.run("--start", start, job.script(text))
     plain = [signal.SIG_DFL, signal.default_int_handler, *[signal.SIG_DFL] * 3]
     assert job.path("handlers").read_text() == repr(plain)
 
@@ -866,8 +815,7 @@ def test_closed_lifeline_of_detached_job_does_not_cancel(make_job: MakeJob) -> N
         while not os.path.exists("go"):
             time.sleep(0.01)
     """)
-    agent = job.start(0, "--lifeline", script, stdin=subprocess.PIPE)
-    job.wait_for("up")
+    agent = job.start(0, "--lifeline", script, stdin=subprocess.PIPE, until=("up",))
     (job.dir / "detached").touch()
     agent.stdin.close()
     time.sleep(0.5)
@@ -903,7 +851,7 @@ def test_newly_forked_workers_obey_sigterm(make_job: MakeJob) -> None:
 
 def test_shell_command_runs_as_worker(make_job: MakeJob) -> None:
     job = make_job(2)
-    job.start_all(
+    job.run(
         "--nproc-per-node",
         "2",
         "--",
@@ -917,14 +865,12 @@ def test_shell_command_runs_as_worker(make_job: MakeJob) -> None:
         "new\nline",
         "--nproc-per-node",
     )
-    assert job.wait() == [0, 0]
     assert job.log(1, "rank3.out") == "3|4|a b||*|new\nline|--nproc-per-node|"
 
 
 def test_missing_command_exits_with_127(make_job: MakeJob) -> None:
     job, command = make_job(2), "/nowhere/at all"
-    job.start_all("--", command, "argument")
-    assert job.wait() == [127, 127]
+    job.run("--", command, "argument", code=127)
     assert f"cannot start {command}: No such file or directory" in job.result["failure"]["message"]
     assert f"cannot start {command}" in job.stderr(job.agents[0])
     assert "Traceback" not in job.stderr(job.agents[0])
@@ -937,8 +883,7 @@ def test_command_has_same_signal_dispositions_as_in_shell(make_job: MakeJob) -> 
     # The dispositions that this test itself has inherited.
     expected = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True).stdout
     assert expected.endswith("y\n")
-    job.start(0, "--", *command)
-    assert job.wait() == [0]
+    job.run("--", *command)
     assert job.log(0, "rank0.out") == expected
     assert job.log(0, "rank0.err") == ""
 

@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 
 import pytest
-from procs import WITH_TORCH, Job
-
-MakeJob = Callable[..., Job]
+from procs import WITH_TORCH, MakeJob
 
 # Rank `slow` is late in each step by 40 ms. What would be sent to the agent is printed.
 TRAIN = """
@@ -35,14 +32,15 @@ TRAIN = """
 """
 
 
-@pytest.mark.parametrize(("slow", "start"), [(1, "fork"), (0, "exec")])
+@pytest.mark.parametrize(
+    ("slow", "start"), [(1, "fork"), pytest.param(0, "exec", marks=pytest.mark.slow)]
+)
 def test_wait_of_slow_rank_is_shorter_by_its_lateness(
     make_job: MakeJob, slow: int, start: str
 ) -> None:
     job = make_job()
     words = ("--start", start, "--nproc-per-node", "2", job.script(TRAIN), str(slow))
-    job.start(0, *words, python=WITH_TORCH)
-    assert job.wait() == [0], job.stderr(job.agents[0])
+    job.run(*words, python=WITH_TORCH)
     step, waited = zip(*(json.loads(job.log(0, f"rank{rank}.out")) for rank in (0, 1)), strict=True)
     late = waited[1 - slow] - waited[slow]
     assert 0.03 < late <= max(step)
@@ -81,7 +79,6 @@ def test_no_metrics_leaves_torch_as_it_is(make_job: MakeJob) -> None:
     """)
     for words in ((), ("--no-metrics",)):
         job = make_job()
-        job.start(0, *words, script, python=WITH_TORCH)
-        assert job.wait() == [0]
+        job.run(*words, script, python=WITH_TORCH)
         wanted = "False False\n" if words else "True True\n"
         assert job.log(0, "rank0.out") == wanted

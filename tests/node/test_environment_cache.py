@@ -11,6 +11,7 @@ import time
 from pathlib import Path
 
 import pytest
+from launching import executable, new_folder
 from packed_env import (
     FORMS,
     MODULE,
@@ -41,17 +42,14 @@ def uv_on_path(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def program(directory: Path, name: str, text: str) -> str:
     """Write a program that is found first on PATH; return the new PATH."""
-    folder = directory / "first"
-    folder.mkdir(exist_ok=True)
-    (folder / name).write_text(f"#!/bin/bash\n{text}\n")
-    (folder / name).chmod(0o755)
+    folder = new_folder(directory / "first")
+    executable(folder / name, f"#!/bin/bash\n{text}\n")
     return f"{folder}:{os.environ['PATH']}"
 
 
 def path_without(directory: Path, *names: str) -> str:
     """Return a PATH with all programs of the system but these."""
-    folder = directory / "without"
-    folder.mkdir()
+    folder = new_folder(directory / "without")
     for source in ("/usr/bin", "/bin", "/usr/sbin", "/sbin"):
         for entry in os.scandir(source):
             link = folder / entry.name
@@ -91,7 +89,6 @@ def test_squashfs_is_unpacked_without_squashfuse(tmp_path: Path) -> None:
 def test_mount_whose_server_was_killed_is_removed_by_the_next_job(tmp_path: Path) -> None:
     preparation = Preparation.of(tmp_path, env_archive=archive(tmp_path, "squashfs"))
     job = preparation.start()
-    assert job.stdout is not None
     job.stdout.readline()
     if not (mounts := list(preparation.cache.glob("mounts/*"))):
         job.communicate()
@@ -203,8 +200,7 @@ def test_missing_program_is_named(
     ("form", "size"), [("tar.gz", "8k"), ("zip", "8k"), ("squashfs", "8k"), ("uv", "64k")]
 )
 def test_full_disk_is_named_and_left_empty(tmp_path: Path, form: str, size: str) -> None:
-    disk = tmp_path / "small"
-    disk.mkdir()
+    disk = new_folder(tmp_path / "small")
     if form == "uv":
         preparation = Preparation.of(uv_project(tmp_path), uv=True, env_cache=str(disk))
     else:
@@ -254,7 +250,6 @@ def test_killed_builder_is_replaced_and_all_others_share_one_environment(tmp_pat
 def test_environment_is_removed_by_age_unless_a_job_uses_it(tmp_path: Path) -> None:
     first = Preparation.of(tmp_path, env_archive=archive(tmp_path, value="1"))
     job = first.start()
-    assert job.stdout is not None
     job.stdout.readline()
     [entry] = first.entries()
     old = time.time() - (UNUSED_DAYS + 1) * 86400

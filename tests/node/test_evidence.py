@@ -3,23 +3,10 @@
 from __future__ import annotations
 
 import json
-import signal
 import sys
-from collections.abc import Callable
 from typing import Any
 
-from procs import TEST_TIMEOUT, Job, wait_until
-
-from clusterjob.node.logs import ends
-
-MakeJob = Callable[..., Job]
-SLEEPER = """
-    import os, pathlib, time
-    def rest():
-        time.sleep(1000)
-    pathlib.Path(f"up{os.environ['RANK']}").touch()
-    rest()
-"""
+from procs import Job, MakeJob
 
 
 def saved(job: Job, node: int = 0, stem: str = "stacks") -> dict[str, Any]:
@@ -39,10 +26,6 @@ def ranks(data: dict[str, Any]) -> list[int]:
     return [each["rank"] for each in data["ranks"]]
 
 
-def wait_until_up(job: Job, count: int) -> None:
-    wait_until(lambda: all(job.path(f"up{n}").exists() for n in range(count)), TEST_TIMEOUT)
-
-
 def test_stacks_of_peers_are_saved_before_each_restart(make_job: MakeJob) -> None:
     job = make_job(2)
     script = job.script("""
@@ -55,8 +38,7 @@ def test_stacks_of_peers_are_saved_before_each_restart(make_job: MakeJob) -> Non
             raise ValueError("boom")
         time.sleep(1000)
     """)
-    job.start_all("--nproc-per-node", "2", "--max-restarts", "1", script)
-    assert job.wait() == [1, 1]
+    job.run("--nproc-per-node", "2", "--max-restarts", "1", script, code=1)
     for stem in ("stacks", "stacks.restart1"):
         data = saved(job, stem=stem)
         assert ranks(data) == [0, 1, 2]
@@ -81,24 +63,10 @@ def test_stacks_and_flight_recorder_are_saved_at_the_time_limit(make_job: MakeJo
         time.sleep(1000)
     """)
     flags = ("--nproc-per-node", "2", "--time-limit", "3")
-    job.start_all(*flags, script, python=(sys.executable,))
-    assert job.wait() == [124]
+    job.run(*flags, script, python=(sys.executable,), code=124)
     data = saved(job)
     assert ranks(data) == [0, 1]
     assert data["why"] == "the time limit of 3 s was reached"
     names = [f"logs/node0/flight_recorder.rank{rank}" for rank in (0, 1)]
     assert sorted(data["flight_recorder"]) == names
     assert [(job.dir / name).read_text() for name in names] == ["all_reduce"] * 2
-
-
-def test_cancel_saves_stacks_on_request(make_job: MakeJob) -> None:
-    job = make_job(1)
-    job.start_all("--nproc-per-node", "2", job.script(SLEEPER))
-    wait_until_up(job, 2)
-    ends.want_stacks(job.dir)
-    ends.cancel(job.dir)
-    job.agents[0].send_signal(signal.SIGTERM)
-    assert job.wait() == [143]
-    assert job.result["evidence"]
-    data = saved(job)
-    assert [each["threads"][0]["frames"][0]["function"] for each in data["ranks"]] == ["rest"] * 2

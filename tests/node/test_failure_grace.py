@@ -4,13 +4,10 @@ from __future__ import annotations
 
 import signal
 import subprocess
-from collections.abc import Callable
 
-from procs import WITH_TORCH, Job
+from procs import WITH_TORCH, MakeJob
 
 from clusterjob.node.stacks.collect import has_signal
-
-MakeJob = Callable[..., Job]
 
 WORKERS = """
     import ctypes, os, signal, sys, time
@@ -48,8 +45,7 @@ WORKERS = """
 
 def test_only_worker_whose_handler_saves_has_the_grace(make_job: MakeJob) -> None:
     job = make_job(1)
-    job.start_all("--nproc-per-node", "5", job.script(WORKERS), python=WITH_TORCH)
-    assert job.wait() == [3]
+    job.run("--nproc-per-node", "5", job.script(WORKERS), python=WITH_TORCH, code=3)
     assert job.path("saved").exists()
     [stop], [ended] = job.events("stop"), job.events("round_ended")
     assert 1.5 < ended["monotonic"] - stop["monotonic"] < 10  # the grace is 30 s
@@ -75,8 +71,7 @@ def test_executed_worker_whose_handler_saves_has_the_grace(make_job: MakeJob) ->
         time.sleep(1000)
     """
     options = ("--nproc-per-node", "3", "--start", "exec")
-    job.start_all(*options, job.script(script), python=WITH_TORCH)
-    assert job.wait() == [3]
+    job.run(*options, job.script(script), python=WITH_TORCH, code=3)
     assert job.path("saved").exists()
     [stop], [ended] = job.events("stop"), job.events("round_ended")
     assert 1.5 < ended["monotonic"] - stop["monotonic"] < 10
@@ -85,8 +80,7 @@ def test_executed_worker_whose_handler_saves_has_the_grace(make_job: MakeJob) ->
 def test_plain_workers_end_at_once(make_job: MakeJob) -> None:
     job = make_job(1)
     script = "import os, time; os.environ['RANK'] == '1' and os._exit(3); time.sleep(1000)"
-    job.start_all("--nproc-per-node", "2", job.script(script))
-    assert job.wait() == [3]
+    job.run("--nproc-per-node", "2", job.script(script), code=3)
     [stop], [ended] = job.events("stop"), job.events("round_ended")
     assert ended["monotonic"] - stop["monotonic"] < 2  # 0.1 s on a quiet machine
 
@@ -97,7 +91,6 @@ def test_program_with_handler_of_its_own_is_recognised() -> None:
         with subprocess.Popen(
             ["bash", "-c", shell.format(number)], stdout=subprocess.PIPE
         ) as process:
-            assert process.stdout is not None
             process.stdout.readline()
             assert has_signal(process.pid, "SigCgt", signal.SIGTERM) is catches
             process.kill()

@@ -8,7 +8,6 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import shlex
 import shutil
 import subprocess
 import sys
@@ -16,12 +15,12 @@ import textwrap
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
+from commands import CLUSTERJOB, command
+from launching import new_folder, write_tree
 from procs import TEST_TIMEOUT, Job, kill_all, own_processes, wait_for_no_processes, wait_until
 
-import clusterjob
 from clusterjob.core import job_settings, jobs
 from clusterjob.errors import RecordError
 from clusterjob.node.logs import ends
@@ -31,7 +30,6 @@ from clusterjob.node.verdict import Failure, JobState, Verdict
 
 PAGE = 4096  # bytes; a tmpfs counts in pages
 PROMPT = 15.0  # seconds; many times what a job needs to end on two busy cores
-PACKAGE = str(Path(clusterjob.__file__).parent)
 Mount = Callable[..., Path]
 
 
@@ -46,8 +44,7 @@ def mount(tmp_path: Path) -> Iterator[Mount]:
     mounted: list[Path] = []
 
     def make(options: str, at: Path | None = None) -> Path:
-        path = at or tmp_path / f"disk{len(mounted)}"
-        path.mkdir(parents=True, exist_ok=True)
+        path = new_folder(at or tmp_path / f"disk{len(mounted)}")
         done = subprocess.run(
             ["mount", "-t", "tmpfs", "-o", options, "tmpfs", str(path)],
             capture_output=True,
@@ -95,39 +92,14 @@ def files_in(directory: Path) -> list[str]:
 
 
 @pytest.fixture
-def work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Return a directory with a script, and set an interpreter for jobs that starts fast.
-
-    The interpreter finds no torch, so it does not import it.
-    """
-    directory = tmp_path / "work"
-    directory.mkdir()
-    python = directory / "python"
-    python.write_text(f'#!/bin/sh\nexec {shlex.quote(sys.executable)} -S "$@"\n')
-    python.chmod(0o755)
-    monkeypatch.setenv("CLUSTERJOB_PYTHON", str(python))
-    (directory / "script.py").write_text("print('hello')\n")
-    return directory
-
-
-def run(work: Path, *args: str, **options: Any) -> subprocess.CompletedProcess[str]:
-    """Run a clusterjob command to its end; fail if it shows a traceback of the package."""
-    options = {
-        "stdin": subprocess.DEVNULL,
-        "stdout": subprocess.PIPE,
-        "stderr": subprocess.PIPE,
-        "cwd": work,
-        **options,
-    }
-    command = [sys.executable, "-m", "clusterjob", *args]
-    done = subprocess.run(command, text=True, timeout=TEST_TIMEOUT, check=False, **options)
-    assert PACKAGE not in (done.stderr or ""), done.stderr
-    return done
+def work(tmp_path: Path, plain_python: str) -> Path:
+    """Return a directory with a script; the interpreter of jobs has no torch to import."""
+    write_tree(tmp_path / "work", **{"script.py": "print('hello')\n"})
+    return tmp_path / "work"
 
 
 def check_refused(done: subprocess.CompletedProcess[str], reason: str) -> None:
     """Fail unless the command was refused with one error line that contains the reason."""
-    assert done.returncode == 1, done.stderr
     assert done.stdout == ""
     first, *hints = done.stderr.splitlines()
     assert first.startswith("clusterjob: error: ")
@@ -159,10 +131,10 @@ def test_submit_on_full_disk_is_refused_and_leaves_no_files(
     disk = mount("size=64k")
     fill(disk, space)
     monkeypatch.setenv("CLUSTERJOB_HOME", str(disk / "home"))
-    check_refused(run(work, "submit", "script.py"), "No space left on device")
+    check_refused(command(work, "submit", "script.py", code=1), "No space left on device")
     left = [name.removeprefix("home/") for name in files_in(disk) if name not in ("filler", "home")]
     assert unexpected(left) == []
-    assert json.loads(run(work, "list", "--json").stdout)["jobs"] == []
+    assert json.loads(command(work, "list", "--json").stdout)["jobs"] == []
     assert own_processes() == []
 
 
@@ -179,7 +151,7 @@ def test_submit_without_writable_records_is_refused_and_leaves_no_job(
         fill(disk, 0)
     before = files_in(disk)
     check_refused(
-        run(work, "submit", "script.py"),
+        command(work, "submit", "script.py", code=1),
         "Read-only file system" if option == "ro" else "No space left on device",
     )
     assert files_in(disk) == before
@@ -227,9 +199,8 @@ def test_job_that_fills_disk_goes_on_and_says_what_output_is_lost(
     )
     fill(disk, 1 << 20)
     (work / "filler").symlink_to(disk / "filler")
-    done = run(work, "run", "--start", "exec", "script.py")
+    done = command(work, "run", "--start", "exec", "script.py")
     assert done.stdout.startswith(f"line 0 {'x' * 500}\nline 1")
-    assert done.returncode == 0
     assert done.stdout.endswith("\nafter\n")
     assert "bytes of output were lost: the disk was full" in done.stdout
     wait_until(lambda: not own_processes(), PROMPT, "the end of the agents")
@@ -242,8 +213,7 @@ def test_disk_full_at_start_is_told_with_the_verdict(
     fill(disk, 0)
     job = make_job(2)
     job.dir = disk / "job"
-    job.start_all(job.script("print('a line for which there is no room', flush=True)"))
-    assert job.wait() == [0, 0]
+    job.run(job.script("print('a line for which there is no room', flush=True)"))
     told = job.stderr(job.agents[0])
     why = f"the disk of {job.dir} is full, so output may be missing"
     assert f"SUCCEEDED: {why} (not recorded: No space left on device)\n" in told
@@ -270,20 +240,22 @@ def test_job_survives_temporarily_full_disk(
             print("after")
         """)
     )
-    job_id = run(work, "submit", "--nodes", "2", "script.py").stdout.strip()
+    job_id = command(work, "submit", "--nodes", "2", "script.py").stdout.strip()
     wait_until(lambda: (work / "up-full0").exists() and (work / "up-full1").exists(), TEST_TIMEOUT)
     fill(disk, 0)
     (work / "full").touch()
     wait_until(
         lambda: (work / "up-empty0").exists() and (work / "up-empty1").exists(), TEST_TIMEOUT
     )
-    assert json.loads(run(work, "status", "--json", job_id).stdout)["jobs"][0]["state"] == "RUNNING"
-    assert "before" in run(work, "logs", job_id).stdout
+    assert (
+        json.loads(command(work, "status", "--json", job_id).stdout)["jobs"][0]["state"]
+        == "RUNNING"
+    )
+    assert "before" in command(work, "logs", job_id).stdout
     (disk / "filler").unlink()
     (work / "empty").touch()
-    done = run(work, "wait", job_id)
-    assert done.returncode == 0, done.stderr
-    assert sorted(run(work, "logs", "--rank", "1", job_id).stdout.splitlines()) == [
+    command(work, "wait", job_id)
+    assert sorted(command(work, "logs", "--rank", "1", job_id).stdout.splitlines()) == [
         "[1] after",
         "[1] before",
     ]
@@ -318,7 +290,7 @@ def test_verdict_is_written_on_full_disk(
     assert following.wait(TEST_TIMEOUT) == 3, (work / "out").read_text()
     assert "FAILED: rank 1 " in (work / "out").read_text()
     wait_until(lambda: not own_processes(), PROMPT, "the end of the agents")
-    [job] = json.loads(run(work, "list", "--json").stdout)["jobs"]
+    [job] = json.loads(command(work, "list", "--json").stdout)["jobs"]
     assert (job["state"], job["exit_code"]) == ("FAILED", 3)
     assert list(disk.rglob(".*.reserve")) == []
 
@@ -353,8 +325,7 @@ def test_disk_that_hangs_longer_than_the_lease_ends_no_job(
             time.sleep(0.005)
     """)
     options = ("--lease", "2", script)
-    job.start_all(*options, env={"CLUSTERJOB_JOB_DIR": str(freezable)})
-    job.wait_for("up0", "up1")
+    job.start_all(*options, env={"CLUSTERJOB_JOB_DIR": str(freezable)}, until=("up0", "up1"))
     subprocess.run(["fsfreeze", "-f", str(freezable)], check=True)
     time.sleep(3)
     subprocess.run(["fsfreeze", "-u", str(freezable)], check=True)
@@ -371,14 +342,13 @@ def test_lost_job_on_full_disk_is_reported_with_reason(
     disk = mount("size=2m")
     monkeypatch.setenv("CLUSTERJOB_HOME", str(disk))
     (work / "script.py").write_text(RANK_1_EXITS)
-    job_id = run(work, "submit", "script.py").stdout.strip()
+    job_id = command(work, "submit", "script.py").stdout.strip()
     wait_until((work / "up0").exists, TEST_TIMEOUT)
     for path in disk.rglob(".*.reserve"):
         path.unlink()
     fill(disk, 0)
     kill_all(own_processes())
-    done = run(work, "wait", job_id)
-    assert done.returncode == 1
+    done = command(work, "wait", job_id, code=1)
     assert "LOST" in done.stderr
     assert f"the disk of {disk / 'jobs' / job_id} is full" in done.stderr
 
@@ -407,8 +377,6 @@ def test_large_verdict_fits_into_reserved_space(mount: Mount) -> None:
     )
     ends.write(disk, 0, end={"state": "FAILED", "reason": "x"})
     found = ends.read_result(disk)
-    assert found is not None
-    assert found.failure is not None
     assert (found.exit_code, found.failure.rank, len(found.failure.last_lines)) == (7, 0, 20)
     assert [end["reason"] for end in ends.written(disk)] == ["x"]
 
@@ -429,7 +397,10 @@ def test_unwritable_stdout_is_an_error(work: Path, args: list[str]) -> None:
     if not Path("/dev/full").exists():
         pytest.skip("there is no /dev/full")
     with Path("/dev/full").open("w") as full:
-        done = run(work, *args, stdout=full)
+        done = subprocess.run(
+            [*CLUSTERJOB, *args], cwd=work, stdin=subprocess.DEVNULL, stdout=full,
+            stderr=subprocess.PIPE, text=True, check=False,
+        )  # fmt: skip
     assert done.returncode == 1
     assert done.stderr.startswith("clusterjob: error: No space left on device")
     wait_until(lambda: not own_processes(), TEST_TIMEOUT, "the end of what was started")

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import json
 import shutil
-import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from pathlib import Path
@@ -14,11 +13,9 @@ from typing import Any
 
 import hanging_fuse
 import pytest
-from procs import PLAIN, TEST_TIMEOUT, Job
+from launching import new_folder
+from procs import PLAIN, TEST_TIMEOUT, WITH_TORCH, Job, MakeJob
 
-MakeJob = Callable[..., Job]
-
-TORCH = (sys.executable,)  # PLAIN starts Python without its packages
 TIMEOUT = 5.0  # seconds of --hang-timeout
 LATE = 10.0  # seconds after the timeout within which a hang must be found
 BUSY = 15.0  # seconds that a slow machine may add to it
@@ -91,7 +88,7 @@ NAMES = ("stop", "lock", "mismatch", "decode", "join", "read")
 
 def start(job: Job, script: str, *arguments: str, **variables: str) -> None:
     flags = ("--nproc-per-node", "3", "--hang-timeout", str(TIMEOUT))
-    python = TORCH if "mismatch" in arguments else PLAIN
+    python = WITH_TORCH if "mismatch" in arguments else PLAIN
     # Before the fixture that sets PYTHONPATH for each test.
     variables.setdefault("PYTHONPATH", str(Path(__file__).resolve().parents[2]))
     job.start(0, *flags, script, *arguments, python=python, env=variables)
@@ -106,8 +103,7 @@ def hanging(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Job]
     """One job for each fault, all at once: they only wait."""
     names = [name for name in NAMES if name != "read" or hanging_fuse.can_mount()]
     directory = tmp_path_factory.mktemp("hangs")
-    mount = directory / "mount"
-    mount.mkdir()
+    mount = new_folder(directory / "mount")
     jobs: dict[str, Job] = {}
     with hanging_fuse.mounted(mount) if "read" in names else nullcontext(mount) as file:
         try:
@@ -182,8 +178,7 @@ def test_heartbeats_keep_a_silent_job_alive(make_job: MakeJob, launcher: str) ->
     """)
     flags = ("--hang-timeout", "3", "--launcher", launcher, "--nproc-per-node", "2")
     begin = time.monotonic()
-    job.start_all(*flags, script, python=TORCH)
-    assert job.wait() == [1]
+    job.run(*flags, script, python=WITH_TORCH, code=1)
     assert time.monotonic() - begin > 8
     message = job.result["failure"]["message"]
     assert message.startswith("no progress for 3s: ")
@@ -261,7 +256,7 @@ def test_busy_job_is_left_alone_in_20_runs(tmp_path: Path, name: str) -> None:
         text = PRELUDE + BUSY_PROGRAMS[name].replace("\n    ", "\n") + POSTLUDE
         job.start(
             0, "--nproc-per-node", "2", "--hang-timeout", str(TIMEOUT), job.script(text), "20",
-            python=TORCH, env={"OMP_NUM_THREADS": "1"},
+            python=WITH_TORCH, env={"OMP_NUM_THREADS": "1"},
         )  # fmt: skip
         job.wait(10 * TEST_TIMEOUT)
         return job

@@ -86,19 +86,6 @@ def test_old_python_prints_same_output_as_without_hook(
     assert ended[0].stderr == ended[1].stderr
 
 
-@pytest.mark.parametrize(("version", "installed"), [("2.7", False), ("3.6", False), ("3.7", True)])
-def test_hook_is_installed_only_in_supported_python_versions(
-    path: str, version: str, installed: bool
-) -> None:
-    other = interpreter(version)
-    code = "import sys; print(any(hasattr(finder, 'of_clusterjob') for finder in sys.meta_path))"
-    assert python(path, code, interpreter=other).stdout == f"{installed}\n"
-    if installed:
-        patches = Path(path.partition(os.pathsep)[0]) / "clusterjob_hook" / "torch_patches.py"
-        completed = python("", f"import runpy; runpy.run_path({str(patches)!r})", interpreter=other)
-        assert (completed.returncode, completed.stderr) == (0, "")
-
-
 def test_hook_of_job_inside_another_job_is_installed_once(path: str, tmp_path: Path) -> None:
     (tmp_path / "inner").mkdir()
     inner = hook.write(tmp_path / "inner", {"PYTHONPATH": path})["PYTHONPATH"]

@@ -11,6 +11,7 @@ import time
 from pathlib import Path
 
 import pytest
+from launching import new_folder
 from procs import TEST_TIMEOUT
 
 from clusterjob.cli.output import LogPrinter
@@ -26,8 +27,7 @@ LIMIT = 50 * MIB
 @pytest.fixture
 def job(tmp_path: Path) -> Path:
     """Return the log directory of an ended job with one worker and the id x-222222."""
-    folder = log_files.node_directory(tmp_path, 0)
-    folder.mkdir(parents=True)
+    folder = new_folder(log_files.node_directory(tmp_path, 0))
     handle = Handle(
         "local", "x-222222", data={"agents": [], "boot_id": "b", "host": os.uname().nodename}
     )

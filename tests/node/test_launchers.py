@@ -70,12 +70,12 @@ def test_bootstrap_under_mpirun_of_open_mpi_trains_all_ranks(tmp_path: Path, giv
     extra = ROOT_MPI | (
         {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())} if given else {}
     )
-    ran = run(
+    run(
         [require_program("mpirun.openmpi"), "-n", "3", sys.executable, script(tmp_path, TRAIN)],
         tmp_path,
         extra,
+        code=0,
     )
-    assert ran.code == 0, ran.err
     check_ranks(tmp_path, 3, "openmpi")
 
 
@@ -94,8 +94,7 @@ def test_bootstrap_under_mpiexec_of_mpich_trains_all_ranks(tmp_path: Path, wrapp
         if wrapped
         else [sys.executable, path]
     )
-    ran = run([require_program("mpirun.mpich"), "-n", "3", *command], tmp_path)
-    assert ran.code == 0, ran.err
+    run([require_program("mpirun.mpich"), "-n", "3", *command], tmp_path, code=0)
     check_ranks(tmp_path, 3, "hydra")
 
 
@@ -130,8 +129,7 @@ def test_bootstrap_under_torch_distributed_launch_trains_all_ranks(tmp_path: Pat
         script(tmp_path, TRAIN),
         "--own",
     ]
-    ran = run([sys.executable, *argv], tmp_path)
-    assert ran.code == 0, ran.err
+    run([sys.executable, *argv], tmp_path, code=0)
     ranks = check_ranks(tmp_path, 2, "torchrun")
     assert all(
         rank["argv"][-1] == "--own" and rank["argv"][0].startswith("--local-rank=")
@@ -161,8 +159,7 @@ def test_bootstrap_under_accelerate_launch_trains_all_ranks(tmp_path: Path) -> N
         str(free_port()),
         script(tmp_path, TRAIN),
     ]
-    ran = run([sys.executable, *argv], tmp_path, {"HF_HOME": str(tmp_path)})
-    assert ran.code == 0, ran.err
+    run([sys.executable, *argv], tmp_path, {"HF_HOME": str(tmp_path)}, code=0)
     check_ranks(tmp_path, 2, "torchrun")
 
 
@@ -189,10 +186,11 @@ def test_env_command_works_without_installed_packages(tmp_path: Path) -> None:
     assert importlib.util.find_spec("typer") is not None
     argv = [sys.executable, "-S", "-m", "clusterjob", "env", "--json"]  # -S: no installed packages
     ran = run(
-        argv, tmp_path, {"MLP_WORKER_NUM": "2", "MLP_ROLE_INDEX": "1", "MLP_WORKER_0_HOST": "h"}
+        argv,
+        tmp_path,
+        {"MLP_WORKER_NUM": "2", "MLP_ROLE_INDEX": "1", "MLP_WORKER_0_HOST": "h"},
+        code=0,
     )
-    assert ran.code == 0, ran.err
     assert '"source": "mlp"' in ran.out
-    refused = run([*argv[:-1]], tmp_path, {"MLP_WORKER_NUM": "2", "MLP_ROLE_INDEX": "1"})
-    assert refused.code == 1
+    refused = run([*argv[:-1]], tmp_path, {"MLP_WORKER_NUM": "2", "MLP_ROLE_INDEX": "1"}, code=1)
     assert "conflict: MLP_WORKER_0_HOST is not set" in refused.out

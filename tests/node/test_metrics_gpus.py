@@ -49,13 +49,11 @@ class Reader:
         self.first = self._line() if self.gpus else None
 
     def sample(self) -> list[dict[str, Any]]:
-        assert self.process.stdin is not None
         self.process.stdin.write("\n")
         self.process.stdin.flush()
         return self._line()
 
     def _line(self) -> Any:
-        assert self.process.stdout is not None
         line = self.process.stdout.readline()
         return json.loads(line) if line else None
 

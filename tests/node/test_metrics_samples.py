@@ -19,7 +19,7 @@ from resource import RLIMIT_NOFILE, getrlimit, setrlimit
 import pytest
 from launching import free_port
 from nvidia import FakeNvml
-from procs import TEST_TIMEOUT, Job, wait_until
+from procs import PLAIN, TEST_TIMEOUT, Job, wait_until
 from prometheus_client.parser import text_string_to_metric_families
 
 from clusterjob.insight import sample_files
@@ -30,7 +30,6 @@ from clusterjob.node.metrics.sources import GpuReader, Machine, Workers
 BURN = "import time\nend = time.monotonic() + 1000\nwhile time.monotonic() < end: pass"
 SLEEP = "import time; time.sleep(1000)"
 UP = "import sys; print(flush=True); "
-NO_TORCH = (sys.executable, "-S")
 
 
 class Measured(Workers):
@@ -54,7 +53,6 @@ class Processes:
             [sys.executable, "-S", "-c", code], stdout=subprocess.PIPE, stdin=subprocess.DEVNULL
         )
         self.started.append(process)
-        assert process.stdout is not None
         process.stdout.readline()
         return process.pid
 
@@ -290,7 +288,7 @@ def wait_for_workers(job: Job, ranks: set[int], node: int = 0) -> Sample:
 @pytest.mark.parametrize("start", ["fork", "exec"])
 def test_agents_sample_their_own_workers(make_job: Callable[..., Job], start: str) -> None:
     job = make_job(2)
-    job.start_all("--nproc-per-node", "2", "--start", start, job.script(WORKER), python=NO_TORCH)
+    job.start_all("--nproc-per-node", "2", "--start", start, job.script(WORKER), python=PLAIN)
     wait_for_workers(job, {2, 3}, node=1)
     sample = wait_for_workers(job, {0, 1})
     wait_until(  # on a busy machine the burning worker gets little at first
@@ -382,7 +380,7 @@ def test_metrics_port_serves_prometheus_text_of_each_node(
     port = free_port(2)
     nvml = FakeNvml(tmp_path / "nvml")
     words = ("--metrics-port", str(port), "--nproc-per-node", "2", job.script(WORKER))
-    job.start_all(*words, python=NO_TORCH, env=nvml.variables)
+    job.start_all(*words, python=PLAIN, env=nvml.variables)
 
     def has_workers(number: int) -> bool:
         try:
@@ -422,8 +420,7 @@ def test_port_in_use_is_one_line_and_the_job_goes_on(make_job: Callable[..., Job
     job = make_job()
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = str(taken.getsockname()[1])
-        job.start_all("--metrics-port", port, job.script("print('done')"), python=NO_TORCH)
-        assert job.wait() == [0]
+        job.run("--metrics-port", port, job.script("print('done')"), python=PLAIN)
     said = job.stderr(job.agents[0]) + job.stdout(job.agents[0])
     assert said.count(f"node 0 serves no metrics on port {port}: ") == 1
 

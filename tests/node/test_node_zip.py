@@ -13,7 +13,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from procs import TEST_TIMEOUT
+from launching import new_folder
+from procs import TEST_TIMEOUT, checked_output
 
 import clusterjob
 from clusterjob.core import node_zip
@@ -195,23 +196,15 @@ import importlib.util
 assert importlib.util.find_spec("clusterjob.nothing") is None
 """
     environ = {**CLEAN, "PYTHONPATH": str(zip_file)}
-    done = subprocess.run(
-        [sys.executable, "-c", code],
-        env=environ,
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
+    out = checked_output(sys.executable, "-c", code, env=environ, cwd=tmp_path)
     file = f"{zip_file}/clusterjob/node/system/ranges.py"
-    assert done.stdout.splitlines()[0] == f"{file} def expand_hostlist(text: str) -> list[str]:"
+    assert out.splitlines()[0] == f"{file} def expand_hostlist(text: str) -> list[str]:"
     left_out = [f"{PACKAGE}/backends/slurm/flags.py", f"{PACKAGE}/backends/ssh/backend.py"]
-    assert done.stdout.splitlines()[1].split() == [
+    assert out.splitlines()[1].split() == [
         *left_out,
         f"{PACKAGE}/backends/base.py",
     ]
-    assert done.stdout.splitlines()[2].startswith("raise PlacementError(")
+    assert out.splitlines()[2].startswith("raise PlacementError(")
     command = [sys.executable, "-m", "clusterjob", "submit", "--help"]
     done = subprocess.run(
         command, env=environ, cwd=tmp_path, capture_output=True, text=True, check=False
@@ -297,22 +290,12 @@ def test_node_zip_runs_job_without_installed_packages(
         "import os, sys, clusterjob; "
         "print(os.environ['RANK'], sys.argv[1:], clusterjob.__file__, clusterjob.__version__)\n"
     )
-    elsewhere = tmp_path / "elsewhere"
-    elsewhere.mkdir()
+    elsewhere = new_folder(tmp_path / "elsewhere")
     environ = {**CLEAN, "CLUSTERJOB_JOB_DIR": str(tmp_path / "job")}
     command = [sys.executable, *flags, str(zip_file), "--start", "fork", str(script), "--flag"]
-    done = subprocess.run(
-        command,
-        env=environ,
-        cwd=elsewhere,
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=TEST_TIMEOUT,
-    )
-    assert done.returncode == 0, done.stderr
+    out = checked_output(*command, env=environ, cwd=elsewhere)
     path = zip_file / "clusterjob" / "__init__.py"
-    assert done.stdout == f"[0] 0 ['--flag'] {path} {clusterjob.__version__}\n"
+    assert out == f"[0] 0 ['--flag'] {path} {clusterjob.__version__}\n"
     assert list(elsewhere.iterdir()) == []
 
 
@@ -324,8 +307,7 @@ def test_node_zip_runs_job_without_installed_packages(
 def test_old_python_is_refused_with_required_version(
     zip_file: Path, tmp_path: Path, version: tuple[int, int]
 ) -> None:
-    ends = tmp_path / "job" / "ends"
-    ends.mkdir(parents=True)
+    ends = new_folder(tmp_path / "job" / "ends")
     environ = {**CLEAN, "CLUSTERJOB_JOB_DIR": str(tmp_path / "job"), "CLUSTERJOB_NODE_RANK": "3"}
     command = [PYTHONS[version], str(zip_file), "--nproc-per-node", "1", "script.py"]
     done = subprocess.run(

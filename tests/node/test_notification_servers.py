@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import signal
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from procs import TEST_TIMEOUT, Job, all_pids, command_line, wait_until
+from procs import TEST_TIMEOUT, Job, MakeJob, all_pids, command_line, wait_until
 from servers import Hook, silent, webhook
 
 from clusterjob.core.notifications import NotifyPlace, packed
 from clusterjob.node.logs.events import read_job_events
 
-MakeJob = Callable[..., Job]
 # The first round fails on rank 1.
 FAILS_ONCE = """
     import os
@@ -53,8 +52,7 @@ def test_job_notifies_of_start_restart_and_end_in_order(make_job: MakeJob, hook:
     job = make_job(2)
     options = ("--nproc-per-node", "1", "--max-restarts", "1", "--start", "exec")
     env = settings(hook.url, commands=("touch told",), on="start end failure")
-    job.start_all(*options, job.script(FAILS_ONCE), env=env)
-    assert job.wait() == [0, 0]
+    job.run(*options, job.script(FAILS_ONCE), env=env)
     assert hook.states == ["RUNNING", "RESTARTING, restart 1 of 1", "SUCCEEDED"]
     assert job.path("told").exists()
     start, restart, end = (message["message"].splitlines() for message in hook.received)
@@ -71,7 +69,8 @@ def test_coordinator_that_has_moved_notifies_instead_of_node_0(
     make_job: MakeJob, hook: Hook, *, returns: bool
 ) -> None:
     job = make_job(3)
-    options = ("--spares", "1", "--max-restarts", "2", "--start", "exec", job.script(WAITS))
+    options = ("--spares", "1", "--max-restarts", "2", "--start", "exec", "--lease", "2")
+    options += (job.script(WAITS),)
     env = settings(hook.url, on="start end failure requeue")
     job.start_all(*options, env=env)
     assert sent(hook, 1) == ["RUNNING"]
@@ -131,8 +130,7 @@ def test_server_that_never_answers_delays_last_process_by_at_most_ten_seconds(
 def test_attempt_after_lost_attempt_is_notified_as_requeue(make_job: MakeJob, hook: Hook) -> None:
     job = make_job(1)
     env = settings(hook.url, on="requeue")
-    job.start(0, "--", "true", env=env | {"CLUSTERJOB_ATTEMPT": "1"})
-    assert job.wait() == [0]
+    job.run("--", "true", env=env | {"CLUSTERJOB_ATTEMPT": "1"})
     assert hook.states == ["QUEUED AGAIN, attempt 1 starts"]
 
 

@@ -15,6 +15,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from launching import executable
 from procs import TEST_TIMEOUT, wait_until
 
 LIMIT = 200 << 20
@@ -102,9 +103,7 @@ def test_worker_killed_by_kernel_is_reported_as_out_of_memory(
     cgroup: Path, tmp_path: Path, how: str, message: str
 ) -> None:
     (tmp_path / "takes.py").write_text(textwrap.dedent(USES_MEMORY))
-    python = tmp_path / "python"
-    python.write_text(f'#!/bin/sh\nexec {sys.executable} -S "$@"\n')
-    python.chmod(0o755)
+    python = executable(tmp_path / "python", f'#!/bin/sh\nexec {sys.executable} -S "$@"\n')
     run = [
         sys.executable,
         "-m",

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import pytest
-from procs import WITH_TORCH, Job
+from procs import WITH_TORCH, Job, MakeJob
 
 from clusterjob.node.logs.events import PhaseBegin, read_phases
 
-MakeJob = Callable[..., Job]
 BOOTSTRAP = """
     from clusterjob import bootstrap
     with bootstrap.init() as ctx:
@@ -34,8 +31,7 @@ def names(begins: list[PhaseBegin]) -> list[str]:
 
 def test_ranks_on_two_nodes_record_each_phase_once_and_events_count_them(make_job: MakeJob) -> None:
     job = make_job(2)
-    job.start_all("--nproc-per-node", "2", job.script(BOOTSTRAP), python=WITH_TORCH)
-    assert job.wait() == [0, 0]
+    job.run("--nproc-per-node", "2", job.script(BOOTSTRAP), python=WITH_TORCH)
     for rank in range(4):
         begins = phases_of(job, rank, node=rank // 2)
         assert names(begins) == FORMED
@@ -56,8 +52,7 @@ def test_plain_script_without_fork_records_phases_of_its_ranks(
     make_job: MakeJob, how: tuple[str, str]
 ) -> None:
     job = make_job()
-    job.start(0, *how, "--nproc-per-node", "2", job.script(PLAIN))
-    assert job.wait() == [0]
+    job.run(*how, "--nproc-per-node", "2", job.script(PLAIN))
     assert [names(phases_of(job, rank)) for rank in (0, 1)] == [FORMED, FORMED]
     assert job.events("ranks")[-1]["formed"] == 2
     assert not job.events("started")[0]["preload"]
@@ -77,8 +72,7 @@ def test_rank_without_process_group_runs_from_first_output_and_restart_repeats_p
         time.sleep(1)
         raise SystemExit(3)
     """)
-    job.start(0, "--nproc-per-node", "2", "--max-restarts", "1", script)
-    assert job.wait() == [3]
+    job.run("--nproc-per-node", "2", "--max-restarts", "1", script, code=3)
     for restart in (0, 1):
         failed, stopped = (
             [begin for begin in phases_of(job, rank) if begin.restart == restart] for rank in (0, 1)
@@ -93,8 +87,7 @@ def test_rank_without_process_group_runs_from_first_output_and_restart_repeats_p
 
 def test_command_runs_from_its_start(make_job: MakeJob) -> None:
     job = make_job()
-    job.start(0, "--", "true")
-    assert job.wait() == [0]
+    job.run("--", "true")
     assert names(phases_of(job, 0)) == ["running", "ended"]
 
 
@@ -116,8 +109,7 @@ def test_forged_phases_and_those_after_the_first_group_are_ignored(make_job: Mak
             os._exit(0)
         os.wait()
     """)
-    job.start(0, script)
-    assert job.wait() == [0]
+    job.run(script)
     begun = names(phases_of(job, 0))
     assert begun == ["import", "rendezvous", "running", "ended"]
     times = [begin.monotonic for begin in phases_of(job, 0)]

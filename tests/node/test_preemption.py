@@ -8,21 +8,21 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import select
 import signal
 import socket
 import subprocess
 import sys
 import textwrap
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from launching import HOST, write_tree
 from procs import (
     TEST_TIMEOUT,
     WITH_TORCH,
     Job,
+    MakeJob,
     below,
     own_processes,
     wait_until,
@@ -31,8 +31,6 @@ from procs import (
 from clusterjob.node.logs import ends
 from clusterjob.node.workers.forkserver import WarningPipe
 
-MakeJob = Callable[..., Job]
-HOST = socket.gethostname()
 # Workers have at least half of it, 30 s; no test waits that long.
 WARNING = ("--warning", "60")
 
@@ -132,7 +130,8 @@ def test_warning_to_any_node_reaches_every_worker(make_job: MakeJob, node: int, 
         write_scripts(job, POLLS_WARNING),
     )
     up(job, 4)
-    job.agents[node].send_signal(signal.SIGUSR1)
+    for _ in range(3):
+        job.agents[node].send_signal(signal.SIGUSR1)
     assert job.wait() == [75, 75]
     check_preempted(job, f"SIGUSR1 on {HOST}")
     for rank in range(4):
@@ -142,17 +141,6 @@ def test_warning_to_any_node_reaches_every_worker(make_job: MakeJob, node: int, 
         job.agents[0]
     )
     assert f"PREEMPTED: SIGUSR1 on {HOST}" in job.stderr(job.agents[1])
-
-
-def test_callbacks_run_once_in_order_on_main_thread(make_job: MakeJob) -> None:
-    job = make_job(2)
-    job.start_all(*WARNING, write_scripts(job, USES_CALLBACKS))
-    up(job, 2)
-    for _ in range(3):
-        job.agents[1].send_signal(signal.SIGUSR1)
-    assert job.wait() == [75, 75]
-    check_preempted(job, f"SIGUSR1 on {HOST}")
-    assert [job.log(rank, f"rank{rank}.out") for rank in (0, 1)] == ["first\nsecond\n"] * 2
 
 
 @pytest.mark.parametrize(("mode", "number"), [("fork", "SIGUSR1"), ("exec", "SIGUSR2")])
@@ -200,8 +188,7 @@ def test_warning_before_agents_listen_preempts_job(make_job: MakeJob) -> None:
     job = make_job(2)
     (job.dir / "ends").mkdir()
     ends.warning_file(job.dir, 0).touch()
-    job.start_all(*WARNING, write_scripts(job, IGNORES_WARNING))
-    assert job.wait() == [75, 75]
+    job.run(*WARNING, write_scripts(job, IGNORES_WARNING), code=75)
     check_preempted(
         job, f"a warning on {HOST}, while the job was starting", "before its workers had started"
     )
@@ -373,8 +360,9 @@ def run_alone(
     directory: Path, text: str, extra: dict[str, str], fd: int | None = None
 ) -> subprocess.Popen[str]:
     """Start a process with the variables of a worker, but without an agent."""
-    (directory / "place.py").write_text(textwrap.dedent(FAKE_CONTEXT))
-    (directory / "alone.py").write_text(textwrap.dedent(text))
+    write_tree(
+        directory, **{"place.py": textwrap.dedent(FAKE_CONTEXT), "alone.py": textwrap.dedent(text)}
+    )
     environ = os.environ | {"RANK": "0", "LOCAL_RANK": "0"} | extra
     return subprocess.Popen(
         [sys.executable, "-S", "alone.py"],
@@ -464,24 +452,6 @@ def test_first_sigterm_warns_worker_and_second_ends_it(tmp_path: Path, pipe: War
     assert process.poll() is None
     process.terminate()
     assert result_of(process)[0] == -signal.SIGTERM
-
-
-def test_warning_pipe_stays_readable_after_warning(pipe: WarningPipe) -> None:
-    read_end = int(pipe.name.partition(":")[0])
-
-    def state() -> int:
-        poll = select.poll()
-        poll.register(read_end, select.POLLIN)
-        return sum(event for _, event in poll.poll(0))
-
-    assert state() == 0
-    for _ in range(3):
-        pipe.warn()
-        assert state() == select.POLLIN
-    os.close(os.dup(pipe.write_end))
-    assert state() == select.POLLIN
-    os.close(pipe.write_end)
-    assert state() == select.POLLIN | select.POLLHUP
 
 
 def test_sigterm_ends_forked_child_of_worker(tmp_path: Path, pipe: WarningPipe) -> None:

@@ -6,7 +6,6 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -15,6 +14,7 @@ from procs import (
     TEST_TIMEOUT,
     WITH_TORCH,
     Job,
+    MakeJob,
     children,
     command_line,
     missing_programs,
@@ -23,8 +23,6 @@ from procs import (
 
 from clusterjob.insight.preflight import read_preflight
 from clusterjob.insight.report import preflight_table
-
-MakeJob = Callable[..., Job]
 
 
 def preflight_event(job: Job) -> dict[str, Any]:
@@ -83,7 +81,6 @@ def test_preflight_measures_hosts_and_starts_the_job(make_job: MakeJob) -> None:
     found = read_preflight(job.dir)
     assert found is not None
     shown = preflight_table.rows(found)
-    assert shown is not None
     assert len(shown["rows"]) == 2
 
 

@@ -8,13 +8,12 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from launching import ROOT
-from procs import WITH_TORCH, Job
+from launching import ROOT, write_tree
+from procs import WITH_TORCH, MakeJob
 
 from clusterjob.node.contract import World
 from clusterjob.node.options import LaunchOptions
@@ -36,7 +35,6 @@ WORLD = World(
     first_rank=0,
     world_size=1,
 )
-MakeJob = Callable[..., Job]
 TRAINS = {
     "optimizer": "import torch.optim as optim\n",
     "method": "loss.backward()\n",
@@ -88,8 +86,7 @@ def test_missing_file_and_module_of_an_installation_do_not_train(tmp_path: Path)
 @pytest.mark.parametrize("start", ["fork", "exec"])
 def test_workers_that_train_share_one_import_of_the_compiler(make_job: MakeJob, start: str) -> None:
     job = make_job(1)
-    job.start_all("--nproc-per-node", "2", "--start", start, job.script(STEP), python=WITH_TORCH)
-    assert job.wait() == [0]
+    job.run("--nproc-per-node", "2", "--start", start, job.script(STEP), python=WITH_TORCH)
     for rank in (0, 1):
         assert json.loads(job.log(0, f"rank{rank}.out")) == [start == "fork", start == "fork", True]
 
@@ -181,8 +178,7 @@ def test_worker_frees_objects_of_nanobind_at_its_end_as_plain_python_does(
         last = Last()
     """)
     env = {"PYTHONPATH": f"{job.dir.parent}{os.pathsep}{ROOT}"}
-    job.start(0, "--start", "fork", script, python=WITH_TORCH, env=env)
-    assert job.wait() == [0]
+    job.run("--start", "fork", script, python=WITH_TORCH, env=env)
     assert job.log(0, "rank0.out").split("\n") == ["frozen", "frozen 0"]
 
 
@@ -244,8 +240,13 @@ def test_modules_beside_the_script_are_read_without_importing_them(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "pack").mkdir()
-    (tmp_path / "pack" / "__init__.py").write_text("import settings\nraise SystemExit")
-    (tmp_path / "settings.py").write_text("import pack\n" + CHANGES["item"])
+    write_tree(
+        tmp_path,
+        **{
+            "pack/__init__.py": "import settings\nraise SystemExit",
+            "settings.py": "import pack\n" + CHANGES["item"],
+        },
+    )
     text = b"import json, math\nfrom pack import name\n"
     expected = "settings.py line 3 names PYTORCH_ALLOC_CONF, which torch reads while it is imported"
     assert preload.changed_variable(text, Path("train.py")) == expected

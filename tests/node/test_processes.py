@@ -29,12 +29,10 @@ class Child:
             stdin=subprocess.DEVNULL,
             text=True,
         )
-        assert self.process.stdout is not None
         self.pids = [int(word) for word in self.process.stdout.readline().split()[1:]]
 
     def end(self) -> int:
         self.process.kill()
-        assert self.process.stdout is not None
         self.process.stdout.close()
         return self.process.wait(10)
 
@@ -49,16 +47,19 @@ def children() -> Iterator[list[Child]]:
             processes.send_signal(pid, signal.SIGKILL)
 
 
-def test_die_with_parent_kills_child_when_parent_dies(children: list[Child]) -> None:
-    child = Child("""
+# If the parent dies between the fork and the call, the kernel sends no signal.
+@pytest.mark.parametrize("before", ["", "while os.getppid() == parent: time.sleep(0.01)"])
+def test_die_with_parent_kills_child_when_parent_dies(children: list[Child], before: str) -> None:
+    child = Child(f"""
         parent = os.getpid()
         ready, tell = os.pipe()
         pid = os.fork()
         if pid == 0:
+            {before or "pass"}
             processes.die_with_parent(parent)
             os.write(tell, b"x")
             time.sleep(1000)
-        os.read(ready, 1)
+        {"" if before else "os.read(ready, 1)"}
         print("up", pid, flush=True)
         time.sleep(1000)
     """)
@@ -89,25 +90,6 @@ def test_die_with_parent_sends_chosen_signal(children: list[Child], tmp_path: Pa
     children.append(child)
     child.process.kill()
     wait_until((tmp_path / "noted").exists, 10)
-
-
-def test_die_with_parent_ends_child_whose_parent_is_already_gone(children: list[Child]) -> None:
-    """If the parent dies between the fork and the call, the kernel sends no signal."""
-    child = Child("""
-        parent = os.getpid()
-        pid = os.fork()
-        if pid == 0:
-            while os.getppid() == parent:
-                time.sleep(0.01)
-            processes.die_with_parent(parent)
-            time.sleep(1000)
-        print("up", pid, flush=True)
-        time.sleep(1000)
-    """)
-    children.append(child)
-    assert alive(child.pids[0])
-    child.process.kill()
-    wait_until(lambda: not alive(child.pids[0]), 10)
 
 
 def test_daemonized_orphans_are_adopted(children: list[Child]) -> None:
@@ -197,7 +179,6 @@ def test_stat_fields_are_right_with_parentheses_in_process_name(tmp_path: Path) 
     with subprocess.Popen([str(path), "1000"]) as process:
         wait_until(lambda: Path(f"/proc/{process.pid}/comm").read_text().startswith(")"), 10)
         fields = processes.stat_fields(process.pid)
-        assert fields is not None
         assert fields[1] == str(os.getpid())
         assert process.pid in processes.descendants(os.getpid())
         process.kill()

@@ -13,19 +13,17 @@ import subprocess
 import sys
 import textwrap
 import zipapp
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from launching import Run, run
-from procs import PLAIN, TEST_TIMEOUT, WITH_TORCH, Job
+from launching import Run, new_folder, run, write_tree
+from procs import PLAIN, TEST_TIMEOUT, WITH_TORCH, Job, MakeJob
 
 from clusterjob.node.program import Program
 
-MakeJob = Callable[..., Job]
 STARTS = ["fork", "exec"]
 
 
@@ -136,8 +134,9 @@ print(json.dumps({
 def write_package(job: Job) -> None:
     (job.directory / "helper.py").write_text("")
     (job.directory / "pkg").mkdir()
-    (job.directory / "pkg" / "__init__.py").write_text("from . import sibling\n")
-    (job.directory / "pkg" / "sibling.py").write_text("")
+    write_tree(
+        job.directory, **{"pkg/__init__.py": "from . import sibling\n", "pkg/sibling.py": ""}
+    )
     for name in ("__main__", "mod"):
         (job.directory / "pkg" / f"{name}.py").write_text(
             "'''Some module.'''\nfrom . import sibling\nfrom .sibling import *" + DUMP
@@ -155,9 +154,7 @@ def test_program_in_worker_sees_same_state_as_under_python(
     write_package(job)
     job.script("'''Some script.'''\nannotated: int = 1" + DUMP)
     (job.directory / "below").mkdir()
-    (job.directory / "below" / "script.py").write_text(DUMP)
-    (job.directory / "below" / "helper.py").write_text("")
-    (job.directory / "mod.py").write_text(DUMP)
+    write_tree(job.directory, **{"below/script.py": DUMP, "below/helper.py": "", "mod.py": DUMP})
     (job.directory / "elsewhere").mkdir()
     (job.directory / "elsewhere" / "link.py").symlink_to("../script.py")
     program = {
@@ -434,10 +431,13 @@ IN_EXEC = (
 )
 def test_program_in_worker_ends_as_under_python(make_job: MakeJob, ending: str, start: str) -> None:
     job = make_job()
-    (job.directory / "script.py").write_text(ENDINGS[ending])
-    (job.directory / "broken.py").write_text("def f(:\n")
-    (job.directory / "failing.py").write_text(
-        "def f():\n    raise ValueError('in the import')\nf()\n"
+    write_tree(
+        job.directory,
+        **{
+            "script.py": ENDINGS[ending],
+            "broken.py": "def f(:\n",
+            "failing.py": "def f():\n    raise ValueError('in the import')\nf()\n",
+        },
     )
     assert as_worker(job, start, "script.py") == as_python(job, start, "script.py")
 
@@ -496,8 +496,7 @@ def test_module_that_cannot_be_run_is_reported_without_traceback(
 ) -> None:
     job = make_job()
     write_package(job)
-    (job.directory / "plain").mkdir()
-    (job.directory / "plain" / "__init__.py").touch()
+    write_tree(job.directory, **{"plain/__init__.py": ""})
     expected, actual = as_python(job, start, "-m", name), as_worker(job, start, "-m", name)
     assert actual.code == expected.code == 1
     assert actual.out == ""
@@ -513,25 +512,6 @@ def test_missing_script_fails_as_under_python(make_job: MakeJob, start: str) -> 
     assert actual.code == expected.code == 2
     assert "can't open file" in actual.err
     assert "Traceback" not in actual.err
-
-
-@pytest.mark.parametrize("start", STARTS)
-def test_threads_are_joined_before_atexit_handlers_run(make_job: MakeJob, start: str) -> None:
-    """The handlers run after the end of all threads, the last registered handler first."""
-    job = make_job()
-    job.script("""
-        import atexit, threading, time
-        atexit.register(print, "second handler")
-        atexit.register(print, "first handler")
-        threading.Thread(target=lambda: (time.sleep(0.3), print("thread"))).start()
-        print("main")
-    """)
-    assert as_worker(job, start, "script.py").out.splitlines() == [
-        "main",
-        "thread",
-        "first handler",
-        "second handler",
-    ]
 
 
 # -- processes that a program starts ---------------------------------------------------------------
@@ -599,36 +579,6 @@ def test_executors_and_subprocess_work_in_worker(make_job: MakeJob) -> None:
     )
 
 
-DATA_LOADER = """
-    import sys
-    import torch
-    from torch.utils.data import DataLoader, Dataset
-    class Numbers(Dataset):
-        def __len__(self):
-            return 8
-        def __getitem__(self, index):
-            return torch.tensor([index, torch.utils.data.get_worker_info().num_workers])
-    if __name__ == "__main__":
-        for method in sys.argv[1:]:
-            loader = DataLoader(
-                Numbers(), batch_size=4, num_workers=2, multiprocessing_context=method,
-                persistent_workers=method == "fork",
-            )
-            print(method, [batch.tolist() for batch in loader])
-"""
-
-
-@pytest.mark.parametrize(
-    "methods", [["fork", "forkserver"], pytest.param(["spawn"], marks=pytest.mark.slow)]
-)
-def test_data_loader_works_with_every_start_method(make_job: MakeJob, methods: list[str]) -> None:
-    job = make_job()
-    job.script(DATA_LOADER)
-    batches = [[[index, 2] for index in range(first, first + 4)] for first in (0, 4)]
-    actual = as_worker(job, "fork", "script.py", *methods, python=WITH_TORCH)
-    assert actual == Run(0, "".join(f"{method} {batches}\n" for method in methods), "")
-
-
 # -- random state and threads of ranks -------------------------------------------------------------
 
 
@@ -658,70 +608,20 @@ DRAWS = """
 """
 
 
-def run_alone(text: str) -> Any:
-    """Run a program in a new interpreter; return the JSON that it prints."""
-    command = [sys.executable, "-c", textwrap.dedent(text)]
-    return json.loads(
-        subprocess.run(command, check=True, capture_output=True, timeout=TEST_TIMEOUT).stdout
-    )
-
-
 def test_forked_ranks_draw_random_numbers_like_separate_processes(make_job: MakeJob) -> None:
     ranks = each_rank(make_job(), DRAWS)
     assert all(rank.pop("preloaded") for rank in ranks), (
         "the workers were not forked from a forkserver that had imported torch"
     )
-    bare = [run_alone(DRAWS), run_alone(DRAWS)]
-    for name in ranks[0]:
-        # Some versions of torch seed the generator at random, others with a constant.
-        if bare[0][name] == bare[1][name]:
-            assert all(rank[name] == bare[0][name] for rank in ranks), name
-        else:
-            assert len({str(rank[name]) for rank in ranks}) == len(ranks), (
-                f"{name}: {[rank[name] for rank in ranks]}"
-            )
-
-
-@pytest.mark.slow
-def test_seeded_random_numbers_are_same_as_under_python(make_job: MakeJob) -> None:
-    text = """
-        import json, random
-        import numpy, torch
-        random.seed(1), numpy.random.seed(1), torch.manual_seed(1)
-        print(json.dumps([random.random(), numpy.random.rand(), torch.rand(1).item()]))
-    """
-    assert each_rank(make_job(), text, 2) == [run_alone(text)] * 2
-
-
-def test_torch_computes_in_forked_worker(make_job: MakeJob) -> None:
-    """A thread pool that started before the fork would have no threads after it."""
-    actual = each_rank(
-        make_job(),
-        """
-        import json, os, torch
-        torch.set_num_threads(2)
-        matrix = torch.ones(300, 300, requires_grad=True)
-        (matrix @ matrix).sum().backward()
-        singular = torch.linalg.svdvals(torch.eye(50)).sum().item()
-        print(json.dumps([matrix.grad[0, 0].item(), singular, torch.get_num_threads()]))
-        """,
-        2,
+    command = [sys.executable, "-c", textwrap.dedent(DRAWS)]
+    bare = json.loads(
+        subprocess.run(command, check=True, capture_output=True, timeout=TEST_TIMEOUT).stdout
     )
-    assert actual == [[600.0, 50.0, 2]] * 2
-
-
-def test_relative_script_path_is_resolved_in_working_directory(
-    make_job: MakeJob, special_path: Path
-) -> None:
-    job = make_job()
-    (special_path / "script.py").write_text("import os; print(ascii(os.getcwd()), ascii(__file__))")
-    job.directory = special_path
-    for start in STARTS:
-        (job.dir / "logs").exists() and (job.dir / "logs" / "node0" / "rank0.out").unlink()
-        assert (
-            as_worker(job, start, "script.py").out
-            == f"{str(special_path)!a} {str(special_path / 'script.py')!a}\n"
-        )
+    for name in ranks[0]:
+        drawn = [rank[name] for rank in ranks]
+        # Some versions of torch seed the generator at random, others with a constant.
+        all_differ = len(set(map(str, drawn))) == len(drawn)
+        assert all_differ or drawn == [bare[name]] * len(drawn), f"{name}: {drawn}"
 
 
 UNFINISHED = """
@@ -756,10 +656,14 @@ def test_killed_worker_leaves_all_it_wrote_in_order_even_without_newline(
 
 @pytest.mark.parametrize("kind", ["directory", "zipapp", "bytecode"])
 def test_program_that_is_no_source_file_runs_by_exec(tmp_path: Path, kind: str) -> None:
-    app = tmp_path / "app"
-    app.mkdir()
-    (app / "helper.py").write_text("WORD = 'helped'")
-    (app / "__main__.py").write_text("import helper\nprint(helper.WORD, __name__)")
+    app = new_folder(tmp_path / "app")
+    write_tree(
+        app,
+        **{
+            "helper.py": "WORD = 'helped'",
+            "__main__.py": "import helper\nprint(helper.WORD, __name__)",
+        },
+    )
     (tmp_path / "plain.py").write_text("print('helped', __name__)")
     if kind == "zipapp":
         zipapp.create_archive(app, tmp_path / "app.pyz")
@@ -770,8 +674,7 @@ def test_program_that_is_no_source_file_runs_by_exec(tmp_path: Path, kind: str) 
 
 
 def test_module_beside_the_script_is_found_before_a_loaded_one_of_python(tmp_path: Path) -> None:
-    own = tmp_path / "own"  # `python -m` searches the working directory for the launcher's modules
-    own.mkdir()
+    own = new_folder(tmp_path / "own")
     for name in ("secrets", "statistics", "profile"):
         (own / f"{name}.py").write_text(f"OWN = {name!r}")
     (own / "main.py").write_text(

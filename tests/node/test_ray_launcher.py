@@ -12,7 +12,7 @@ import venv
 from pathlib import Path
 
 import pytest
-from launching import TEST_TIMEOUT, script
+from launching import TEST_TIMEOUT, script, write_tree
 from procs import wait_until
 from ray_driver import DRIVER, needs_ray, ray_processes, wait_for_end_of_ray
 from slurm_user import User
@@ -62,8 +62,7 @@ def test_missing_ray_is_one_line(tmp_path: Path) -> None:
 
 def install_ray(directory: Path, version: str) -> None:
     """Install an empty Ray of a version into a directory of sys.path."""
-    (directory / "ray").mkdir(parents=True)
-    (directory / "ray" / "__init__.py").touch()
+    write_tree(directory, **{"ray/__init__.py": ""})
     metadata = directory / f"ray-{version}.dist-info" / "METADATA"
     metadata.parent.mkdir()
     metadata.write_text(f"Metadata-Version: 2.1\nName: ray\nVersion: {version}\n")

@@ -11,16 +11,15 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import pytest
+from launching import new_folder
 from namespaces import Machine, machines, skip_reason
-from procs import TEST_TIMEOUT, WITH_TORCH, Job, below, wait_until
+from procs import QUICK_LEASE, TEST_TIMEOUT, WITH_TORCH, Job, MakeJob, below, wait_until
 
 from clusterjob.node.rendezvous.membership import Stalls
 
-MakeJob = Callable[..., Job]
-QUICK_LEASE = ("--lease", "2")
 FREEZE_SECONDS = 5.0  # seconds; more than twice the lease
 
 # Rank 0 reads from rank 1 and fails when rank 1 is gone, like a collective. It needs no torch.
@@ -65,8 +64,7 @@ def freeze(pids: list[int], seconds: float) -> None:
 @pytest.mark.slow
 def test_coordinator_that_was_frozen_names_itself_as_root_cause(make_job: MakeJob) -> None:
     job = make_job(2)
-    job.start_all(*QUICK_LEASE, talk_script(job))
-    job.wait_for("up0", "up1")
+    job.start_all(*QUICK_LEASE, talk_script(job), until=("up0", "up1"))
     freeze([job.agents[0].pid], FREEZE_SECONDS)
     assert 0 not in job.wait()
     failure = job.result["failure"]
@@ -86,8 +84,7 @@ def test_coordinator_that_was_frozen_names_itself_as_root_cause(make_job: MakeJo
 def test_job_continues_after_all_its_processes_were_frozen(make_job: MakeJob) -> None:
     """This happens when all machines of a job are suspended together."""
     job = make_job(2)
-    job.start_all(*QUICK_LEASE, talk_script(job))
-    job.wait_for("up0", "up1")
+    job.start_all(*QUICK_LEASE, talk_script(job), until=("up0", "up1"))
     freeze(
         [agent.pid for agent in job.agents]
         + [pid for agent in job.agents for pid in below(agent.pid)],
@@ -128,8 +125,7 @@ def kill_worker(job: Job, rank: int) -> None:
 def test_verdict_waits_for_frozen_forkserver(make_job: MakeJob) -> None:
     """The agent answers, but the forkserver, which reaps the workers, does not."""
     job = make_job(2)
-    job.start_all("--lease", "6", talk_script(job))
-    job.wait_for("up0", "up1")
+    job.start_all("--lease", "6", talk_script(job), until=("up0", "up1"))
     forkserver = job.forkserver_of(job.agents[1])
     os.kill(forkserver, signal.SIGSTOP)
     kill_worker(job, 1)
@@ -203,13 +199,9 @@ LEAVE = """
 """
 
 
-@pytest.mark.parametrize("nnodes", [1, 2])
-def test_rank_that_exits_while_others_wait_in_collective_is_root_cause(
-    make_job: MakeJob, nnodes: int
-) -> None:
-    job = make_job(nnodes)
-    job.start_all("--nproc-per-node", str(4 // nnodes), job.script(LEAVE), python=WITH_TORCH)
-    assert job.wait() == [1] * nnodes
+def test_rank_that_exits_while_others_wait_in_collective_is_root_cause(make_job: MakeJob) -> None:
+    job = make_job(2)
+    job.run("--nproc-per-node", "2", job.script(LEAVE), python=WITH_TORCH, code=1)
     failure, others = job.result["failure"], {item["rank"] for item in job.result["consequences"]}
     assert (failure["rank"], failure["kind"], failure["exit_code"]) == (1, "early_exit", 0), (
         job.result
@@ -228,8 +220,7 @@ def test_rank_that_exits_while_others_wait_in_collective_is_root_cause(
 @pytest.mark.slow
 def test_time_limit_excludes_import_of_torch(make_job: MakeJob) -> None:
     job = make_job(2)
-    slow = job.directory / "slow" / "torch"
-    slow.mkdir(parents=True)
+    slow = new_folder(job.directory / "slow" / "torch")
     (slow / "__init__.py").write_text("import time\ntime.sleep(4)\nraise ImportError('no torch')\n")
     script = job.script("import time; time.sleep(0.2)")
     for node_rank in (0, 1):

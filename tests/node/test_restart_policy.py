@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
-from procs import Job
-
-MakeJob = Callable[..., Job]
+from procs import Job, MakeJob
 
 BOOM = """
     import os, time
@@ -23,8 +20,7 @@ def attempts(job: Job, *names: str) -> list[tuple[Any, ...]]:
 
 def test_same_exception_in_two_rounds_ends_the_job(make_job: MakeJob) -> None:
     job = make_job(2)
-    job.start_all("--max-restarts", "5", job.script(BOOM))
-    assert job.wait() == [1, 1]
+    job.run("--max-restarts", "5", job.script(BOOM), code=1)
     why = "(not restarted: the same error at script.py:4 in two attempts: it would fail again)"
     assert job.result["reason"].endswith(why)
     assert why in job.stderr(job.agents[0])
@@ -39,8 +35,7 @@ def test_same_exception_in_two_rounds_ends_the_job(make_job: MakeJob) -> None:
 
 def test_certain_failure_ends_the_job_at_once(make_job: MakeJob) -> None:
     job = make_job(1)
-    job.start(0, "--max-restarts", "5", job.script("raise MemoryError"))
-    assert job.wait() == [1]
+    job.run("--max-restarts", "5", job.script("raise MemoryError"), code=1)
     why = "the memory is too small for this job"
     assert (job.result["restarts"], why in job.result["reason"]) == (0, True)
 
@@ -53,8 +48,7 @@ def test_round_of_killed_node_0_is_listed_after_requeue(make_job: MakeJob) -> No
             pathlib.Path("up").touch()
             time.sleep(1000)
     """)
-    killed = job.start(0, script)
-    job.wait_for("up")
+    killed = job.start(0, script, until=("up",))
     killed.kill()
     assert job.wait() == [-9]
     job.start(0, script, env={"CLUSTERJOB_ATTEMPT": "1"})

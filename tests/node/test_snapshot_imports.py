@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from launching import write_tree
+from launching import new_folder, write_tree
 from procs import TEST_TIMEOUT
 
 from clusterjob.node.workers import hook
@@ -96,8 +96,10 @@ def test_imports_of_command_from_current_directory_and_path_changes_are_old(tree
 
 
 def test_module_and_script_that_are_new_are_found(tree: Tree) -> None:
-    (tree.current / "made.py").write_text("V = 'made'\n")
-    (tree.current / "later.py").write_text("import part, made; print(part.V, made.V)\n")
+    write_tree(
+        tree.current,
+        **{"made.py": "V = 'made'\n", "later.py": "import part, made; print(part.V, made.V)\n"},
+    )
     assert tree.python("later.py") == "old made"
     assert tree.python("-c", "import later") == "old made"
 
@@ -110,8 +112,7 @@ def test_file_that_snapshot_leaves_out_is_current(tree: Tree) -> None:
 
 
 def test_editable_installation_on_sys_path_is_old(tree: Tree, tmp_path: Path) -> None:
-    site = tmp_path / "site"
-    site.mkdir()
+    site = new_folder(tmp_path / "site")
     (site / "edited.pth").write_text(f"{tree.current / 'src'}\n")
     tree.environ["PYTHONPATH"] = tree.environ["PYTHONPATH"].partition(":")[0]
     text = f"import site; site.addsitedir({str(site)!r}); import src_mod; print(src_mod.V)"

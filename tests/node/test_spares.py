@@ -5,14 +5,11 @@ from __future__ import annotations
 import json
 import os
 import signal
-from collections.abc import Callable
 
-from procs import TEST_TIMEOUT, Job, alive, below, kill_all
+from procs import QUICK_LEASE, TEST_TIMEOUT, Job, MakeJob, alive, below, kill_all
 
 from clusterjob.node.logs.events import read_events
 
-MakeJob = Callable[..., Job]
-LEASE = ("--lease", "2")
 # Each worker writes its variables into `<restart>.<rank>`, and ends when `enough` exists.
 PLACES = """
     import json, os, pathlib, time
@@ -36,8 +33,9 @@ def place(job: Job, restart: int, rank: int) -> tuple[int, int, int]:
 def test_spare_takes_place_of_lost_node(make_job: MakeJob) -> None:
     job = make_job(3)
     script = job.script(PLACES)
-    job.start_all("--spares", "1", "--nproc-per-node", "2", script)
-    job.wait_for("0.0", "0.1", "0.2", "0.3")
+    job.start_all(
+        "--spares", "1", "--nproc-per-node", "2", script, until=("0.0", "0.1", "0.2", "0.3")
+    )
     forkserver = job.forkserver_of(job.agents[0])
     assert not (job.dir / "logs" / "node2" / "rank2.out").exists()
     job.agents[1].send_signal(signal.SIGKILL)
@@ -55,8 +53,7 @@ def test_workers_of_frozen_agent_end_before_those_of_its_replacement_start(
     make_job: MakeJob,
 ) -> None:
     job = make_job(3)
-    job.start_all("--spares", "1", *LEASE, job.script(PLACES))
-    job.wait_for("0.0", "0.1")
+    job.start_all("--spares", "1", *QUICK_LEASE, job.script(PLACES), until=("0.0", "0.1"))
     worker = json.loads(job.path("0.1").read_text())["pid"]
     os.kill(job.agent_of(1), signal.SIGSTOP)
     job.wait_for("1.1")
@@ -74,8 +71,15 @@ def kill_node(job: Job, number: int) -> None:
 
 def test_another_node_coordinates_after_loss_of_node_0(make_job: MakeJob) -> None:
     job = make_job(3)
-    job.start_all("--spares", "1", "--max-restarts", "2", *LEASE, job.script(PLACES))
-    job.wait_for("0.0", "0.1")
+    job.start_all(
+        "--spares",
+        "1",
+        "--max-restarts",
+        "2",
+        *QUICK_LEASE,
+        job.script(PLACES),
+        until=("0.0", "0.1"),
+    )
     kill_node(job, 0)
     job.wait_for("1.0", "1.1")
     job.path("enough").touch()

@@ -7,18 +7,17 @@ import os
 import signal
 import subprocess
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import namespaces
 import pytest
 from namespaces import Machine
-from procs import PLAIN, TEST_TIMEOUT, Job, wait_until
+from procs import PLAIN, TEST_TIMEOUT, Job, MakeJob, wait_until
 
 from clusterjob.node.logs.events import read_job_events
 
-MakeJob = Callable[..., Job]
 WORKER = """
     import os, pathlib, time
     number = os.environ["TORCHELASTIC_RESTART_COUNT"]

@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import pytest
-from procs import TEST_TIMEOUT, Job, wait_until
-
-MakeJob = Callable[..., Job]
+from procs import TEST_TIMEOUT, MakeJob, wait_until
 
 
 @pytest.mark.slow

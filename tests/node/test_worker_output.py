@@ -6,15 +6,12 @@ import fcntl
 import json
 import os
 import signal
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from procs import TEST_TIMEOUT, Job, wait_until
+from procs import TEST_TIMEOUT, Job, MakeJob, wait_until
 
 from clusterjob.node.workers import output_drain
-
-MakeJob = Callable[..., Job]
 
 # The forkserver's other child writes the output into the files.
 DRAIN = """
@@ -111,8 +108,7 @@ for _ in range(30):
     os.write(1, b"x" * 100_000)
 """
     job = make_job()
-    agent = job.start(0, "--no-echo", job.script(DRAIN + text))
-    job.wait_for("drain")
+    agent = job.start(0, "--no-echo", job.script(DRAIN + text), until=("drain",))
     drain, worker = map(int, job.path("drain").read_text().split())
 
     def waits() -> bool:

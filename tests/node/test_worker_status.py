@@ -5,14 +5,12 @@ Agents report what these workers do. If other ranks time out, these workers are 
 
 from __future__ import annotations
 
-import socket
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from launching import MARGIN, waited_seconds
-from procs import TEST_TIMEOUT, WITH_TORCH, Job, wait_until
+from launching import HOST, MARGIN, waited_seconds
+from procs import TEST_TIMEOUT, WITH_TORCH, Job, MakeJob, wait_until
 
 from clusterjob.node.contract import World
 from clusterjob.node.logs import log_files
@@ -21,9 +19,6 @@ from clusterjob.node.states import Probe
 from clusterjob.node.system.codec import MalformedMessageError
 from clusterjob.node.workers import forkserver_messages
 from clusterjob.node.workers.worker_failures import Failures, WorkerStatus
-
-MakeJob = Callable[..., Job]
-HOST = socket.gethostname()
 
 LATE = """
     import os, pathlib, signal, sys, threading, time
@@ -92,8 +87,7 @@ def test_stuck_forked_worker_is_reported_with_stack_as_root_cause(make_job: Make
 
 def test_missing_rank_0_is_reported_by_other_ranks(make_job: MakeJob) -> None:
     job = make_job(2)
-    job.start_all(late(job, 0, "time.sleep(1000)"), python=WITH_TORCH)
-    assert job.wait() == [1, 1]
+    job.run(late(job, 0, "time.sleep(1000)"), python=WITH_TORCH, code=1)
     output = job.log(1, "rank1.err")
     waiting = "clusterjob: waiting for rank 0 (node 0): started, and not yet at init(); "
     notice = next(line for line in output.splitlines() if line.startswith(waiting))

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from launching import ROOT, Run, run
+from launching import ROOT, Run, run, write_tree
 from procs import TEST_TIMEOUT, wait_until
 
 EXAMPLE = ROOT / "examples" / "backend"
@@ -61,12 +61,9 @@ class User:
             "XDG_CONFIG_HOME": os.environ["XDG_CONFIG_HOME"],
         }  # fmt: skip
 
-    def clusterjob(self, *arguments: str) -> Run:
-        return run(
-            [sys.executable, "-m", "clusterjob", *arguments],
-            self._directory / "work",
-            self._environ,
-        )
+    def clusterjob(self, *arguments: str, code: int | None = None) -> Run:
+        argv = [sys.executable, "-m", "clusterjob", *arguments]
+        return run(argv, self._directory / "work", self._environ, code=code)
 
     def queue(self, *arguments: str) -> Run:
         return run(["tinyq", *arguments], self._directory, self._environ)
@@ -78,8 +75,7 @@ class User:
 
 @pytest.fixture
 def user(_installed: Path, tmp_path: Path) -> Iterator[User]:
-    (tmp_path / "work").mkdir()
-    (tmp_path / "work" / "train.py").write_text(TRAIN)
+    write_tree(tmp_path, **{"work/train.py": TRAIN})
     user_of_queue = User(tmp_path, _installed)
     yield user_of_queue
     for task in user_of_queue.tasks():
@@ -102,8 +98,7 @@ FLAGS = (
 
 
 def test_job_runs_on_queue(user: User) -> None:
-    ran = user.clusterjob("run", *FLAGS, "--setup", "echo setting up", "train.py", "it's")
-    assert ran.code == 0, ran.err + ran.out
+    ran = user.clusterjob("run", *FLAGS, "--setup", "echo setting up", "train.py", "it's", code=0)
     assert sorted(ran.out.splitlines()) == [
         f"[{rank}] rank {rank} of 4 on node {rank // 2} it's" for rank in range(4)
     ]
@@ -118,8 +113,9 @@ def test_job_runs_on_queue(user: User) -> None:
 
 
 def test_secret_reaches_workers_and_no_file_of_job(user: User, tmp_path: Path) -> None:
-    (tmp_path / "key").write_text("5ecret")
-    (tmp_path / "work" / "tell.py").write_text("import os; print(os.environ['KEY'][::-1])")
+    write_tree(
+        tmp_path, **{"key": "5ecret", "work/tell.py": "import os; print(os.environ['KEY'][::-1])"}
+    )
     options = ("--nproc-per-node", "1", "--nodes", "1", "--start", "exec")
     ran = user.clusterjob("run", *FLAGS, *options, "--secret", f"KEY={tmp_path / 'key'}", "tell.py")
     assert (ran.code, ran.out) == (0, "terce5\n"), ran.err
@@ -129,8 +125,7 @@ def test_secret_reaches_workers_and_no_file_of_job(user: User, tmp_path: Path) -
 
 def test_job_on_queue_can_be_cancelled(user: User, tmp_path: Path) -> None:
     (tmp_path / "work" / "wait.py").write_text(WAIT)
-    ran = user.clusterjob("submit", *FLAGS, "wait.py")
-    assert ran.code == 0, ran.err
+    ran = user.clusterjob("submit", *FLAGS, "--start", "exec", "wait.py", code=0)
     job = ran.out.split()[-1]
     wait_until(lambda: "] up" in user.clusterjob("logs", job).out, TEST_TIMEOUT)
     assert user.clusterjob("cancel", job).code == 0
@@ -139,8 +134,7 @@ def test_job_on_queue_can_be_cancelled(user: User, tmp_path: Path) -> None:
 
 
 def test_dry_run_shows_task_and_unknown_option_is_refused(user: User) -> None:
-    ran = user.clusterjob("submit", "--dry-run", *FLAGS, "train.py")
-    assert ran.code == 0, ran.err
+    ran = user.clusterjob("submit", "--dry-run", *FLAGS, "train.py", code=0)
     assert '"workers": 2' in ran.out
     assert "tinyq submit" in ran.out
     assert "### code: " in ran.out

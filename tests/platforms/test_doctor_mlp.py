@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 from command_user import CommandUser
 from doctoring import Diagnosis
+from launching import executable, new_folder
 from volc_platform import DENIED, Platform
 
 from clusterjob.backends.mlp import checks
@@ -61,10 +62,8 @@ class Account(CommandUser):
 
     def replace_volc(self, script: str) -> dict[str, str]:
         """Return an environment in which `volc` is this script; $REAL is the real `volc`."""
-        folder = self.directory.parent / "other-bin"
-        folder.mkdir(exist_ok=True)
-        (folder / "volc").write_text(f"#!/bin/sh\nREAL={self.platform.bin}/volc\n{script}\n")
-        (folder / "volc").chmod(0o755)
+        folder = new_folder(self.directory.parent / "other-bin")
+        executable(folder / "volc", f"#!/bin/sh\nREAL={self.platform.bin}/volc\n{script}\n")
         return {"PATH": f"{folder}:{os.environ['PATH']}"}
 
     def run_task(self, workers: int = 1) -> str:

@@ -165,8 +165,7 @@ def test_workers_of_two_nodes_get_endpoints_without_conflict(tmp_path: Path) -> 
         "CLUSTERJOB_HOME": str(tmp_path / "home"),
         "PYTHONPATH": with_paddle(tmp_path),
     }
-    ran = run([*LOCAL, "--nodes", "2", "--nproc-per-node", "2", "train.py"], tmp_path, inherited)
-    assert ran.code == 0, ran.out + ran.err
+    run([*LOCAL, "--nodes", "2", "--nproc-per-node", "2", "train.py"], tmp_path, inherited, code=0)
     ranks = rank_reports(tmp_path, 4)
     endpoints = ranks[0][0]["PADDLE_TRAINER_ENDPOINTS"].split(",")
     assert len({*endpoints, ranks[0][0]["PADDLE_MASTER"]}) == 5
@@ -256,8 +255,7 @@ def test_paddle_script_trains_on_two_ranks_and_after_a_restart(
     script(tmp_path, TRAIN + again)
     shape = ["--nodes", nodes, "--nproc-per-node", nproc, "--max-restarts", restarts]
     environ = {"CLUSTERJOB_HOME": str(tmp_path / "home")}
-    ran = run([*LOCAL, *shape, "--python", python, "train.py"], tmp_path, environ)
-    assert ran.code == 0, ran.out + ran.err
+    ran = run([*LOCAL, *shape, "--python", python, "train.py"], tmp_path, environ, code=0)
     assert ("SUCCEEDED after 1 restart" in ran.out + ran.err) == bool(restarts)
     check_training(tmp_path, nproc)
     assert all(rank["master"] != rank["endpoints_master"] for rank in rank_reports(tmp_path, 2))

@@ -13,7 +13,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from launching import run
+from launching import executable, new_folder, run, write_tree
 from written_job import lines_of
 
 from clusterjob.backends import shared
@@ -37,17 +37,14 @@ FILES = [
 
 @pytest.fixture
 def work(tmp_path: Path) -> Path:
-    folder = tmp_path / "work"
-    folder.mkdir()
+    folder = new_folder(tmp_path / "work")
     (folder / "train.py").write_text("print('trained')\n")
     return folder
 
 
 @pytest.fixture
 def job_dir(tmp_path: Path) -> Path:
-    folder = tmp_path / "job"
-    folder.mkdir()
-    return folder
+    return new_folder(tmp_path / "job")
 
 
 def spec_of(work: Path, **fields: object) -> JobSpec:
@@ -61,9 +58,7 @@ def listed(root: Path) -> list[str]:
 
 
 def test_stage_contains_snapshot_files_and_clusterjob_files(work: Path, job_dir: Path) -> None:
-    (work / ".gitignore").write_text("*.pyz\n*.log\n")
-    (work / "sub").mkdir()
-    (work / "sub" / ".gitignore").write_text("big\n")
+    write_tree(work, **{".gitignore": "*.pyz\n*.log\n", "sub/.gitignore": "big\n"})
     for name in ("a.log", "sub/big", "sub/small", "é ☃\n"):
         (work / name).write_text(name)
     os.utime(work / "train.py", (1e9, 1e9))
@@ -135,14 +130,12 @@ def test_file_that_changes_during_staging_is_refused(
 
 
 def test_upload_over_limit_is_refused_and_old_upload_is_replaced(work: Path, job_dir: Path) -> None:
-    (job_dir / "upload").mkdir()
-    (job_dir / "upload" / "old").write_text("")
+    write_tree(job_dir, **{"upload/old": ""})
     (work / "data").write_bytes(bytes(2000))
     with pytest.raises(SubmitError, match="more than the"):
         upload.stage(spec_of(work), job_dir, files=FILES, limit=1000)
     assert not (job_dir / "upload").exists()
-    (job_dir / "upload").mkdir()
-    (job_dir / "upload" / "old").write_text("")
+    write_tree(job_dir, **{"upload/old": ""})
     assert "old" not in listed(upload.stage(spec_of(work), job_dir, files=FILES).root)
 
 
@@ -209,8 +202,7 @@ def test_job_without_sync_runs_in_its_workdir(work: Path, job_dir: Path, tmp_pat
     (work / "train.py").write_text(SHOW)
     spec = spec_of(work, sync=False)
     staged = upload.stage(spec, job_dir, files=entry(spec, job_dir, workdir=str(work)))
-    ran = run(["bash", uploaded(staged.root, tmp_path / "code")], tmp_path, ALONE)
-    assert ran.code == 0, ran.err + ran.out
+    ran = run(["bash", uploaded(staged.root, tmp_path / "code")], tmp_path, ALONE, code=0)
     assert printed(job_dir, ran.out)["at"] == str(work)
 
 
@@ -218,8 +210,7 @@ def test_entry_script_restores_modes_links_and_empty_directories(
     work: Path, job_dir: Path, tmp_path: Path
 ) -> None:
     (work / "empty -rf" / "deeper").mkdir(parents=True)
-    (work / "tool.sh").write_text("#!/bin/sh\necho ran the tool\n")
-    (work / "tool.sh").chmod(0o755)
+    executable(work / "tool.sh", "#!/bin/sh\necho ran the tool\n")
     (work / "-link \n'x'").symlink_to("tool.sh")
     (work / "data").symlink_to("/nonexistent/on the platform")
     (work / "train.py").write_text(
@@ -232,8 +223,7 @@ def test_entry_script_restores_modes_links_and_empty_directories(
     staged = upload.stage(spec, job_dir, files=entry(spec, job_dir))
     path = uploaded(staged.root, tmp_path / "code")
     for _ in range(2):  # two nodes may share the directory
-        ran = run(["bash", path], work, ALONE)
-        assert ran.code == 0, ran.err + ran.out
+        ran = run(["bash", path], work, ALONE, code=0)
         assert "ran the tool" in ran.out
         assert ran.err == ""
 
@@ -293,8 +283,7 @@ def test_agent_that_cannot_start_reports_reason_in_log(
     spec = spec_of(work)
     path = uploaded(upload.stage(spec, job_dir, files=entry(spec, job_dir)).root, tmp_path / "code")
     # The other MLP variables of a two-node task are missing.
-    ran = run(["bash", path], work, ALONE | {"MLP_WORKER_NUM": "2"})
-    assert ran.code == 2, ran.out
+    ran = run(["bash", path], work, ALONE | {"MLP_WORKER_NUM": "2"}, code=2)
     LogStream(job_dir, 0).take((ran.out + ran.err).split("\n")[:-1])
     (failure,) = ends.refusals(job_dir)
     assert (failure.exit_code, "MLP_WORKER_0_HOST is not set" in failure.message) == (2, True)

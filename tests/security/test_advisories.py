@@ -8,35 +8,32 @@ from __future__ import annotations
 import re
 import sys
 from importlib.metadata import PackageNotFoundError, version
-from pathlib import Path
 from typing import Any
 
 import pytest
+from launching import ROOT
 from packaging.requirements import Requirement
 from packaging.version import Version
-
-import clusterjob
 
 if sys.version_info >= (3, 11):
     import tomllib
 else:
     import tomli as tomllib
 
-SOURCE = Path(clusterjob.__file__).parent.parent
 
 pytestmark = pytest.mark.skipif(
-    not (SOURCE / "tools" / "advisories.toml").is_file(), reason="not run from a source tree"
+    not (ROOT / "tools" / "advisories.toml").is_file(), reason="not run from a source tree"
 )
 
 
 def read(name: str) -> dict[str, Any]:
-    return tomllib.loads((SOURCE / name).read_text())
+    return tomllib.loads((ROOT / name).read_text())
 
 
 def advisories() -> dict[str, dict[str, Any]]:
     return (
         read("tools/advisories.toml")["packages"]
-        if (SOURCE / "tools" / "advisories.toml").is_file()
+        if (ROOT / "tools" / "advisories.toml").is_file()
         else {}
     )
 

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from launching import write_tree
+from launching import new_folder, write_tree
 
 from clusterjob.backends import base
 from clusterjob.backends.base import Leftover, Status
@@ -62,8 +62,7 @@ def save() -> Save:
             ),
             **fields,
         )
-        logs = home() / "jobs" / job_id / "logs" / "node0"
-        logs.mkdir(parents=True)
+        logs = new_folder(home() / "jobs" / job_id / "logs" / "node0")
         (logs / "rank0.out").write_bytes(b"x" * size)
         records = Records()
         records.save(record)
@@ -151,8 +150,7 @@ def test_job_whose_agent_still_runs_is_kept(save: Save, monkeypatch: pytest.Monk
 
 
 def test_record_that_names_another_directory_removes_nothing(save: Save, tmp_path: Path) -> None:
-    precious = tmp_path / "precious-a"
-    precious.mkdir()
+    precious = new_folder(tmp_path / "precious-a")
     (precious / "thesis.tex").touch()
     save("precious-a", job_dir=precious)
     save("home-b", job_dir=tmp_path)
@@ -167,8 +165,7 @@ def test_record_that_names_another_directory_removes_nothing(save: Save, tmp_pat
 
 
 def test_links_in_and_to_job_directories_are_not_followed(save: Save, tmp_path: Path) -> None:
-    precious = tmp_path / "precious"
-    precious.mkdir()
+    precious = new_folder(tmp_path / "precious")
     (precious / "data").write_bytes(b"x" * 3_000_000)
     record = save("links-a")
     os.symlink(precious, record.job_dir / "logs" / "node0" / "link")
@@ -189,8 +186,7 @@ def test_links_in_and_to_job_directories_are_not_followed(save: Save, tmp_path: 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can mount a file system")
 def test_job_with_mounted_file_system_is_kept(save: Save) -> None:
     record = save("mount-a")
-    mounted = record.job_dir / "data"
-    mounted.mkdir()
+    mounted = new_folder(record.job_dir / "data")
     subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", mounted], check=True)
     try:
         (mounted / "precious").touch()

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 from commands import command
-from launching import environment
+from launching import environment, write_tree
 from packed_env import Preparation, archive
 from procs import TEST_TIMEOUT
 
@@ -141,8 +141,7 @@ def test_environment_cache_made_by_another_user_blocks_no_job(tmp_path: Path) ->
 
 def test_caches_and_settings_of_another_user_are_not_used(tmp_path: Path) -> None:
     cache, settings = tmp_path / "cache" / "clusterjob", tmp_path / "config" / "clusterjob"
-    settings.mkdir(parents=True)
-    (settings / "config.toml").write_text('[defaults]\nsetup = ["touch executed"]\n')
+    write_tree(settings, **{"config.toml": '[defaults]\nsetup = ["touch executed"]\n'})
     victim = tmp_path / "victim"
     victim.write_text("mine\n")
     cache.mkdir(parents=True)

@@ -16,6 +16,7 @@ import pytest
 from commands import command
 from fuzzing import JSON, changed, emptied, fuzz
 from hypothesis import strategies as st
+from launching import new_folder, write_tree
 from procs import TEST_TIMEOUT
 from written_job import lines_of
 
@@ -239,8 +240,7 @@ NOTE = st.builds(
 def test_timeline_of_any_content_loses_no_log_line(
     tmp_path: Path, notes: list[bytes], data: bytes
 ) -> None:
-    folder = log_files.node_directory(tmp_path, 0)
-    folder.mkdir(parents=True, exist_ok=True)
+    folder = new_folder(log_files.node_directory(tmp_path, 0))
     (folder / "timeline").write_bytes(b"\n".join(notes))
     (folder / "rank0.out").write_bytes(data)
     reader = LogReader(tmp_path)
@@ -302,8 +302,7 @@ def test_platform_logs_that_name_a_billion_ranks_create_few_files(tmp_path: Path
 )
 def test_log_stream_accepts_saved_state_of_any_content(tmp_path: Path, state: object) -> None:
     job_dir = emptied(tmp_path / "job")
-    (job_dir / "logs" / "node0").mkdir(parents=True)
-    (job_dir / "logs" / "node0" / "stream.json").write_text(json.dumps(state))
+    write_tree(job_dir, **{"logs/node0/stream.json": json.dumps(state)})
     stream = LogStream(job_dir, 0)
     stream.take(["1@1.0 [0] hello", "2 [0] you"])
     assert stream.next_number >= 3

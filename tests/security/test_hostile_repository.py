@@ -16,7 +16,7 @@ import pytest
 from commands import command
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from launching import write_tree
+from launching import executable, new_folder, write_tree
 
 from clusterjob.core import snapshot, uv_project
 from clusterjob.core.snapshot import git_revision
@@ -52,9 +52,7 @@ def repository(tmp_path: Path) -> Path:
 
 def plant_commands(root: Path, mark: Path) -> None:
     """Put a command into each place where git's configuration, hooks and attributes allow one."""
-    script = root / ".git" / "evil"
-    script.write_text(f"#!/bin/sh\necho \"$0 $*\" >> '{mark}'\ncat\n")
-    script.chmod(0o755)
+    script = executable(root / ".git" / "evil", f"#!/bin/sh\necho \"$0 $*\" >> '{mark}'\ncat\n")
     for key in (
         "diff.external", "filter.evil.clean", "filter.evil.smudge", "filter.evil.process",
         "diff.evil.command", "diff.evil.textconv", "core.fsmonitor", "core.pager",
@@ -72,8 +70,13 @@ def plant_commands(root: Path, mark: Path) -> None:
     ):
         write_tree(root / ".git" / "hooks", **{hook: script.read_text()})
         (root / ".git" / "hooks" / hook).chmod(0o755)
-    (root / ".git" / "info" / "attributes").write_text("* filter=evil diff=evil\n")
-    (root / ".gitattributes").write_text("* filter=evil diff=evil\n")
+    write_tree(
+        root,
+        **{
+            ".git/info/attributes": "* filter=evil diff=evil\n",
+            ".gitattributes": "* filter=evil diff=evil\n",
+        },
+    )
 
 
 def test_git_executes_no_command_configured_by_a_clone(repository: Path, tmp_path: Path) -> None:
@@ -90,7 +93,6 @@ def test_git_executes_no_command_configured_by_a_clone(repository: Path, tmp_pat
         plant_commands(root, mark)
     write_tree(repository, **{"a.py": "new\n", "new.py": ""})
     state, diff = Git(repository).state()
-    assert state is not None
     assert b"-old\n+new\n" in diff
     assert {"a.py", "new.py"} <= set(state["changed"])
     assert not mark.exists(), mark.read_text()
@@ -130,7 +132,6 @@ def test_git_state_equals_output_of_git_for_ordinary_repository(repository: Path
     )
     (repository / "data.bin").unlink()
     state, diff = Git(repository).state()
-    assert state is not None
     assert (state["revision"], state["branch"]) == (
         git(repository, "rev-parse", "HEAD").strip(),
         "work",
@@ -143,7 +144,6 @@ def test_git_state_equals_output_of_git_for_ordinary_repository(repository: Path
     git(repository, "worktree", "add", "-q", str(tree), "-b", "other")
     write_tree(tree, **{"sub/b.py": "new\n"})
     part, diff = Git(tree / "sub").state()
-    assert part is not None
     assert (part["branch"], part["changed"]) == ("other", ["sub/b.py"])
     assert b"+new" in diff
 
@@ -411,16 +411,15 @@ source = { path = "%s" }
 def test_uv_sends_neither_files_behind_links_nor_secrets(
     tmp_path: Path, name: str, link: str, why: str
 ) -> None:
-    project = tmp_path / "project"
-    project.mkdir()
-    (tmp_path / "secret").write_text("of mine")
-    (tmp_path / "evil.whl").write_text("of mine")
+    project = new_folder(tmp_path / "project")
+    write_tree(tmp_path, **{"secret": "of mine", "evil.whl": "of mine"})
     (project / "wheels").symlink_to(tmp_path)
     (project / ".ssh").mkdir()
     for path in (project / ".env", project / ".ssh" / "evil.whl"):
         path.write_text("of mine")
-    (project / "pyproject.toml").write_text("[project]\nname = 'evil'\n")
-    (project / "uv.lock").write_text(UV_LOCK % name)
+    write_tree(
+        project, **{"pyproject.toml": "[project]\nname = 'evil'\n", "uv.lock": UV_LOCK % name}
+    )
     if link:
         (project / name).symlink_to(link)
     with pytest.raises(SpecError, match=why):

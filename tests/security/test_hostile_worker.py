@@ -7,18 +7,17 @@ import os
 import subprocess
 import sys
 import threading
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from procs import TEST_TIMEOUT, Job
+from launching import executable, new_folder
+from procs import TEST_TIMEOUT, MakeJob
 
 from clusterjob.node.stacks import collect, grouping
 from clusterjob.node.stacks.grouping import Frame, RankStack, ThreadStack
 from clusterjob.node.stacks.progress import Progress
 from clusterjob.node.workers import forkserver_messages, torch_patches
 
-MakeJob = Callable[..., Job]
 FALSE_WORKERS = {
     "node_rank": 0, "attempt": 9, "world_size": 1, "environ": {},
     "workers": [{"rank": 0, "pid": 2**40, "variables": {}}],
@@ -43,8 +42,7 @@ def test_false_table_of_worker_hides_no_hang(make_job: MakeJob, table: str) -> N
         os.write(file, pathlib.Path("table").read_bytes())
         time.sleep(1000)
     """)
-    job.start(0, "--start", "exec", "--hang-timeout", "3s", script)
-    assert job.wait() == [1]
+    job.run("--start", "exec", "--hang-timeout", "3s", script, code=1)
     assert job.result["failure"]["kind"] == "hang"
     assert job.result["evidence_ranks"] == 1
 
@@ -85,8 +83,7 @@ def test_failure_that_is_too_long_for_one_write_is_cut(monkeypatch: pytest.Monke
 
 
 def test_pipe_in_place_of_stacks_file_does_not_block(tmp_path: Path) -> None:
-    directory = tmp_path / "logs" / "node0"
-    directory.mkdir(parents=True)
+    directory = new_folder(tmp_path / "logs" / "node0")
     os.mkfifo(directory / "stacks.json")
 
     def write() -> None:
@@ -117,9 +114,7 @@ def test_threads_with_ever_new_names_do_not_fill_the_memory() -> None:
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")
 def test_py_spy_of_worker_that_became_another_user_is_not_run(tmp_path: Path) -> None:
     """Such a worker may write another PATH into its environment."""
-    program = tmp_path / "py-spy"
-    program.write_text("#!/bin/sh\n")
-    program.chmod(0o755)
+    program = executable(tmp_path / "py-spy", "#!/bin/sh\n")
     code = (
         "import os, time, sys\n"
         "if sys.argv[1] == 'nobody':\n    os.setgroups([]); os.setgid(65534); os.setuid(65534)\n"
@@ -131,7 +126,6 @@ def test_py_spy_of_worker_that_became_another_user_is_not_run(tmp_path: Path) ->
             env={"PATH": str(tmp_path)},
             stdout=subprocess.PIPE,
         ) as worker:
-            assert worker.stdout is not None
             worker.stdout.readline()
             try:
                 found = collect.py_spy_path(worker.pid)

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 from inside_job import running
+from launching import executable, new_folder
 from procs import TEST_TIMEOUT, below
 
 from clusterjob.backends.slurm import step
@@ -96,12 +97,10 @@ def test_program_with_user_id_bit_is_no_worker_of_a_job_of_root() -> None:
 @pytest.mark.root
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can act as another user")
 def test_step_runs_no_interpreter_that_another_user_has_started(tmp_path: Path) -> None:
-    programs = tmp_path / "bin"
-    programs.mkdir()
+    programs = new_folder(tmp_path / "bin")
     for name in ("grep", "readlink"):
         (programs / name).symlink_to(shutil.which(name) or "")
-    (programs / "python3").write_text("#!/bin/sh\necho fallback\n")
-    (programs / "python3").chmod(0o755)
+    executable(programs / "python3", "#!/bin/sh\necho fallback\n")
     # After setuid(2), the files in /proc belong to root until the process is dumpable again.
     code = "import ctypes, os; os.setgid(65534); os.setuid(65534);"
     code += "ctypes.CDLL(None).prctl(4, 1, 0, 0, 0); print(1, flush=True); input()"
@@ -109,7 +108,6 @@ def test_step_runs_no_interpreter_that_another_user_has_started(tmp_path: Path) 
     with subprocess.Popen(
         [sys.executable, "-c", code], env=forged, stdin=subprocess.PIPE, stdout=subprocess.PIPE
     ) as process:  # fmt: skip
-        assert process.stdout is not None
         assert process.stdout.readline() == b"1\n"
         done = subprocess.run(
             ["/bin/bash", "-c", step._SCRIPT, "clusterjob-inside", "/nonexistent.zip", "forged-2"],

@@ -6,6 +6,7 @@ import os
 from pathlib import Path
 
 import pytest
+from launching import new_folder
 from nvidia import FakeSmi
 
 from clusterjob.node.system import devices
@@ -20,8 +21,7 @@ def test_gpu_lock_directory_of_another_user_is_not_used(
     common, runtime = tmp_path / "common", tmp_path / "runtime"
     common.mkdir()
     runtime.mkdir(mode=0o700)
-    squatted = common / f"clusterjob-gpus-{os.getuid()}"
-    squatted.mkdir()
+    squatted = new_folder(common / f"clusterjob-gpus-{os.getuid()}")
     os.chown(squatted, NOBODY, NOBODY)
     monkeypatch.setattr(devices, "_TMP", str(common))
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(runtime))

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 from doctoring import doctor, light_torch
+from launching import new_folder
 from ssh_network import python_without_torch
 
 from clusterjob.node.host_server import host_check
@@ -20,8 +21,7 @@ MODULES = ("json", "torch", "importlib", "site", "warnings", "contextlib", "sign
 @pytest.fixture
 def clone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Return a working directory whose modules write a marker file when they are imported."""
-    clone = tmp_path / "clone"
-    clone.mkdir()
+    clone = new_folder(tmp_path / "clone")
     for name in MODULES:
         (clone / f"{name}.py").write_text(
             f"open({str(tmp_path / 'executed')!r}, 'a').write({name!r})\n"

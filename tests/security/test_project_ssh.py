@@ -42,7 +42,6 @@ def test_status_ignores_ssh_configuration_changed_after_submission(
         "lab",
         detach=True,
     )
-    assert record.handle is not None
     assert record.handle.data["transport"] == transport
     ours.write_text(f"Match exec \"touch '{mark}'\"\n" + ours.read_text())
     assert wait_for_verdict(record).state is JobState.SUCCEEDED

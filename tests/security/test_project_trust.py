@@ -13,7 +13,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from launching import Run, finish
+from launching import Run, executable, finish, write_tree
 from preloaded import Preloaded
 from terminals import Terminal
 
@@ -36,12 +36,10 @@ class Clone:
         self.root = root
         self.commands = commands
         self.mark = root.parent / "executed"
-        root.mkdir()
-        (root / "train.py").write_text("print('trained')\n")
-        (root / "pkg").mkdir()
-        (root / "pkg" / "__main__.py").write_text("print('trained')\n")
-        (root / "run.sh").write_text("#!/bin/sh\necho trained\n")
-        (root / "run.sh").chmod(0o755)
+        write_tree(
+            root, **{"train.py": "print('trained')\n", "pkg/__main__.py": "print('trained')\n"}
+        )
+        executable(root / "run.sh", "#!/bin/sh\necho trained\n")
         (root / "ssh_config").write_text(
             f"Match exec \"touch '{self.mark}'\"\nHost *\nHostName 127.0.0.1\nPort 1\n"
         )
@@ -217,19 +215,6 @@ def test_command_on_terminal_asks_once_and_goes_on(clone: Clone, answer: str, co
     assert (found, "trained" in shown) == (code, code == 0), shown
     assert clone.executed is (code == 0)
     assert clone.call(*args).code == code, "the answer is kept"
-
-
-@pytest.mark.usefixtures("plain_python")
-def test_program_outside_project_is_refused_until_config_file_is_trusted(
-    clone: Clone, outside: Path
-) -> None:
-    args = ("run", "--cluster", "local", str(outside))
-    assert_refused(clone.call(*args), f'[defaults] setup = ["touch {clone.mark}"]')
-    assert not clone.executed
-    assert clone.call("trust", "--yes").code == 0
-    done = clone.call(*args)
-    assert (done.code, done.out.strip()) == (0, "mine"), done.err
-    assert clone.executed
 
 
 @pytest.mark.parametrize(
@@ -446,8 +431,7 @@ def test_read_only_commands_execute_nothing_of_project(clone: Clone) -> None:
     (clone.root / "evil.j2").write_text(
         f"{{{{ cycler.__init__.__globals__.os.system('touch {clone.mark}') }}}}"
     )
-    (clone.root / "fake-python").write_text(f"#!/bin/sh\ntouch {clone.mark}\n")
-    (clone.root / "fake-python").chmod(0o755)
+    executable(clone.root / "fake-python", f"#!/bin/sh\ntouch {clone.mark}\n")
     text = (
         f"[defaults]\nsetup = 'touch {clone.mark}'\npython = './fake-python'\n"
         "env = {LD_PRELOAD = './evil.so'}\n"
@@ -483,8 +467,7 @@ def test_init_runs_no_interpreter_of_project_and_asks_before_it_is_trusted(
     (clone.root / ".venv/lib/python3.99/site-packages/torch").mkdir(parents=True)
     (clone.root / ".venv/lib/python3.99/site-packages/torch/__init__.py").touch()
     python.parent.mkdir()
-    python.write_text(f'#!/bin/sh\ntouch {clone.mark}\nexec {sys.executable} "$@"\n')
-    python.chmod(0o755)
+    executable(python, f'#!/bin/sh\ntouch {clone.mark}\nexec {sys.executable} "$@"\n')
     code, shown = clone.on_terminal(answers, "init", *([] if answers else ["--yes"]))
     assert (code, clone.executed) == (0, False), shown
     assert str(python) in shown
@@ -497,6 +480,7 @@ def test_init_runs_no_interpreter_of_project_and_asks_before_it_is_trusted(
         assert not clone.executed
 
 
+@pytest.mark.usefixtures("plain_python")
 def test_function_needs_trust_as_a_script_does(clone: Clone) -> None:
     (clone.root / "ask.py").write_text(
         textwrap.dedent(

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from procs import TEST_TIMEOUT, Job, wait_until
+from procs import TEST_TIMEOUT, Job, MakeJob, wait_until
 
 from clusterjob.node.environments.topology import Topology
 from clusterjob.node.logs.events import EventLog
@@ -27,7 +27,6 @@ from clusterjob.node.stacks.grouping import Frame, RankStack, ThreadStack
 from clusterjob.node.states import NodeState, Order, Request
 from clusterjob.node.system.codec import Codec, MalformedMessageError
 
-MakeJob = Callable[..., Job]
 FILE_LIMIT = 256  # open files
 
 
@@ -114,8 +113,7 @@ def test_agent_raises_its_open_file_limit_and_workers_keep_theirs(
             print(resource.prlimit(agent, resource.RLIMIT_NOFILE))
     """)
     limit = f'ulimit -Sn {FILE_LIMIT}; exec "$@"'
-    job.start(0, script, python=("sh", "-c", limit, "sh", sys.executable, "-S"))
-    assert job.wait() == [0]
+    job.run(script, python=("sh", "-c", limit, "sh", sys.executable, "-S"))
     hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     assert job.log(0, "rank0.out").splitlines() == [str(FILE_LIMIT), str((hard, hard))]
 
@@ -428,9 +426,11 @@ def test_one_node_without_secret_generates_an_unguessable_one(make_job: MakeJob)
     job = make_job()
     env = {"CLUSTERJOB_TOKEN": "", "CLUSTERJOB_NNODES": "1"}
     job.start(
-        0, job.script("import pathlib, time; pathlib.Path('up').touch(); time.sleep(1000)"), env=env
+        0,
+        job.script("import pathlib, time; pathlib.Path('up').touch(); time.sleep(1000)"),
+        env=env,
+        until=("up",),
     )
-    job.wait_for("up")
     job.token = f"clusterjob:{job.id}:0"
     with pytest.raises(protocol.UnauthenticatedError):
         refusal(join_and_send(job, coordinator_port(job), CANCELLED))

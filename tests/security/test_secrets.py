@@ -15,6 +15,7 @@ from pathlib import Path
 
 import pytest
 from commands import command
+from launching import new_folder
 from servers import webhook
 from slurm_user import User
 from sshsite import Site, output_lines
@@ -83,8 +84,7 @@ def flags(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 @pytest.fixture
 def work(tmp_path: Path) -> Path:
-    directory = tmp_path / "work"
-    directory.mkdir()
+    directory = new_folder(tmp_path / "work")
     (directory / "tell.py").write_text(textwrap.dedent(REPORT_SCRIPT))
     return directory
 

@@ -12,7 +12,8 @@ from pathlib import Path
 
 import pytest
 from commands import CLUSTERJOB
-from ssh_network import SshNetwork, checked_output
+from procs import checked_output
+from ssh_network import SshNetwork
 from sshsite import Site, hostname, refusal
 from terminals import Terminal
 

@@ -11,8 +11,7 @@ from pathlib import Path
 import paramiko
 import pytest
 from paramiko_host import paramiko_host
-from procs import wait_until
-from ssh_network import checked_output
+from procs import checked_output, wait_until
 
 from clusterjob.errors import HostError
 from clusterjob.remote.paramiko_transport import ParamikoConnection, connect

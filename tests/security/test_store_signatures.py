@@ -3,21 +3,19 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from datetime import timedelta
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from launching import TEST_TIMEOUT
-from procs import WITH_TORCH, Job, wait_until
+from procs import WITH_TORCH, MakeJob, wait_until
 
 from clusterjob.errors import RendezvousError
 from clusterjob.node import contract
 from clusterjob.node.system import network
 from clusterjob.worker.rendezvous import Facts, GroupStore, print_notice
 
-MakeJob = Callable[..., Job]
 ANSWER = json.dumps(["\x1b]0;x\x07send money to mallory", "or else"])
 
 # Rank 1 joins after the other user has written the forged answer.

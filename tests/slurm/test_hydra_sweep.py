@@ -7,18 +7,16 @@ import signal
 import subprocess
 import sys
 import time
-from pathlib import Path
 
 import pytest
 from docs_commands import SESSIONS
 from hydra_app import write_app
+from launching import ROOT
 from procs import TEST_TIMEOUT
 from slurm_user import User
 
-import clusterjob
 from clusterjob import JobGroup
 
-SOURCE = Path(clusterjob.__file__).parent.parent
 COUNT = (
     'case "$*" in *--test-only*) ;; *) printf "%s\\n" "$*" >> "$NOTES" ;; esac\nexec "$REAL" "$@"\n'
 )
@@ -38,7 +36,7 @@ def sweep(user: User, *overrides: str) -> tuple[str, float]:
         stderr=subprocess.STDOUT,
         text=True,
         start_new_session=True,
-        env={**os.environ, "PYTHONPATH": str(SOURCE)},
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
     )  # fmt: skip
     out, _ = process.communicate(timeout=TEST_TIMEOUT)
     seconds = time.monotonic() - begin

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from launching import new_folder
 from login_user import Laptop
 from packed_env import MODULE, archive
 from slurm_user import User
@@ -19,8 +20,7 @@ SCRIPT = f"""
 
 def check_archive(user: User, tmp_path: Path, *options: str) -> None:
     """Run a job on two nodes of one machine, which prepare one environment."""
-    disk = tmp_path / "disk"
-    disk.mkdir()
+    disk = new_folder(tmp_path / "disk")
     given = ("--env-archive", str(archive(tmp_path)), "--env-cache", str(disk))
     done = user.run(SCRIPT, "--nodes", "2", *given, *options)
     assert str(disk) in done.stdout, done

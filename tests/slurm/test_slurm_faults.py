@@ -49,8 +49,7 @@ def test_workers_of_killed_slurmstepd_end(user: User, option: str) -> None:
     """
     has_agent = option != "--launcher=srun"
     text = SLEEPER if has_agent else SLEEPER.replace("RANK", "SLURM_PROCID")
-    job_id = user.submit(text, "--nodes", "2", option)
-    user.wait_for("up0", "up1")
+    job_id = user.submit(text, "--nodes", "2", option, until=("up0", "up1"))
     os.kill(stepd_of(user, "n2"), signal.SIGKILL)
     wait_until(lambda: not on_node("n2"), PROMPT, "the end of the workers on n2")
     if has_agent:
@@ -67,8 +66,7 @@ def test_workers_of_killed_slurmstepd_end(user: User, option: str) -> None:
 
 def test_follow_continues_while_controller_is_down(user: User) -> None:
     """The job directory has the output and the verdict."""
-    job_id = user.submit(GUEST, "--nodes", "2")
-    user.wait_for("up0", "up1")
+    job_id = user.submit(GUEST, "--nodes", "2", until=("up0", "up1"))
     follower = user.start("logs", "-f", job_id)
     wait_until(lambda: "line of 1" in user.output_of(follower)[0], PROMPT)
     user.slurm.stop_controller()
@@ -81,22 +79,19 @@ def test_follow_continues_while_controller_is_down(user: User) -> None:
     user.slurm.start_controller()
 
 
-@pytest.mark.parametrize("delay", [0.0, 0.7])
-def test_scancel_during_start_cancels_job(user: User, delay: float) -> None:
-    job_id = user.submit(SLEEPER, "--nodes", "2")
-    time.sleep(delay)
-    user.slurm.run("scancel", user.slurm_id(job_id))
-    assert user("wait", job_id, code=143).stderr.startswith(f"clusterjob: job {job_id} CANCELLED")
-    wait_for_no_processes(PROMPT)
-
-
 @pytest.mark.parametrize(
     "waiting", ["sleep 1000", "sleep 1000 & wait", "[ $SLURM_NODEID = 0 ] || sleep 1000"]
 )
 def test_scancel_during_setup_lines_cancels_job(user: User, waiting: str) -> None:
     """Slurm ends the shells; their report of an early end is not a failed setup line."""
-    job_id = user.submit(SLEEPER, "--nodes", "2", "--setup", f"touch setup$SLURM_NODEID; {waiting}")
-    user.wait_for("setup0", "setup1")
+    job_id = user.submit(
+        SLEEPER,
+        "--nodes",
+        "2",
+        "--setup",
+        f"touch setup$SLURM_NODEID; {waiting}",
+        until=("setup0", "setup1"),
+    )
     if waiting.startswith("["):  # the agent of node 0 runs and reads what node 1 writes
         wait_until((user.directory_of(job_id) / "events.jsonl").exists, PROMPT)
     user.slurm.run("scancel", user.slurm_id(job_id))
@@ -105,8 +100,7 @@ def test_scancel_during_setup_lines_cancels_job(user: User, waiting: str) -> Non
 
 
 def test_running_job_with_deleted_directory_ends_as_lost_or_cancelled(user: User) -> None:
-    job_id = user.submit(SLEEPER, "--nodes", "2")
-    user.wait_for("up0", "up1")
+    job_id = user.submit(SLEEPER, "--nodes", "2", until=("up0", "up1"))
     follower = user.start("wait", job_id)
     # Rename first, as the agents keep writing to the directory.
     shutil.rmtree(user.directory_of(job_id).rename(user.path("deleted")))
@@ -142,7 +136,8 @@ def test_scancel_by_sigkill_leaves_no_process(user: User, option: str, target: s
         subprocess.Popen(["sleep", "1000"], start_new_session=True)
         {SLEEPER.replace(chr(10), chr(10) + "    ")}
     """
-    job_id = user.submit(text, "--nodes", "2", "--nproc-per-node", "2", option)
-    user.wait_for("up0", "up1", "up2", "up3")
+    job_id = user.submit(
+        text, "--nodes", "2", "--nproc-per-node", "2", option, until=("up0", "up1", "up2", "up3")
+    )
     user.slurm.run("scancel", "--signal=KILL", *target.format(user.slurm_id(job_id)).split())
     wait_for_no_processes(PROMPT)

@@ -13,8 +13,7 @@ from clusterjob.node.verdict import JobState, Verdict
 
 
 def test_job_with_changed_comment_is_followed_and_cancelled(user: User) -> None:
-    job_id = user.submit(GUEST, "--nodes", "2")
-    user.wait_for("up0", "up1")
+    job_id = user.submit(GUEST, "--nodes", "2", until=("up0", "up1"))
     user.slurm.run("scontrol", "update", f"JobId={user.slurm_id(job_id)}", "Comment=of-the-site")
     user.force_new_query()
     assert user.wait_for_state(job_id, "RUNNING")["backend_id"] == user.slurm_id(job_id)
@@ -68,8 +67,7 @@ REAL = '"$REAL" "$@" || exit'
 )
 def test_job_submitted_by_sbatch_wrapper_is_found(user: User, wrapper: str) -> None:
     user.command_first_on_path("sbatch", wrapper + "\n")
-    job_id = user.submit(GUEST)
-    user.wait_for("up0")
+    job_id = user.submit(GUEST, until=("up0",))
     found = user.slurm.run("squeue", "--noheader", "--format=%A %k").stdout.split()
     assert found == [user.slurm_id(job_id), f"clusterjob:{job_id}"]
     user.path("leave").touch()

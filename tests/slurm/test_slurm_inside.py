@@ -1,27 +1,30 @@
-"""Commands, shells and port forwards inside a Slurm job, here and through a login host."""
+"""Commands and shells inside a Slurm job, here and through a login host."""
 
 from __future__ import annotations
 
 import json
-import signal
-import socket
 import subprocess
 import sys
 
 import pytest
-from inside_job import LEFT, Inside, get, of_command
+from inside_job import Inside
+from launching import HOST
 from login_user import GUEST as MEETING
 from login_user import Laptop
-from procs import TEST_TIMEOUT, wait_until
 from slurm_user import GUEST, SLEEPER, User
 from stacked import LIMIT, NOISE, WAITING, check_stacks
 
-HOST = socket.gethostname()
-
 
 def started(user: User, *options: str, text: str = SLEEPER, ranks: int = 4) -> Inside:
-    job_id = user.submit(text, "--nodes", "2", "--nproc-per-node", "2", *options)
-    user.wait_for(*(f"up{rank}" for rank in range(ranks)))
+    job_id = user.submit(
+        text,
+        "--nodes",
+        "2",
+        "--nproc-per-node",
+        "2",
+        *options,
+        until=[f"up{rank}" for rank in range(ranks)],
+    )
     return Inside(job_id, user.directory)
 
 
@@ -35,8 +38,14 @@ def test_exec_runs_in_step_of_job_and_killed_client_leaves_nothing(user: User) -
 
 
 def test_stacks_of_16_ranks_in_2_steps_are_read_and_saved_before_scancel(user: User) -> None:
-    job_id = user.submit(WAITING, "--nodes", "2", "--nproc-per-node", "8")
-    user.wait_for(*(f"up{rank}" for rank in range(16)))
+    job_id = user.submit(
+        WAITING,
+        "--nodes",
+        "2",
+        "--nproc-per-node",
+        "8",
+        until=[f"up{rank}" for rank in range(16)],
+    )
     job = Inside(job_id, user.directory)
     assert check_stacks(job, 16, [HOST] * 2) < LIMIT * NOISE
     user("cancel", "--stacks", job_id)
@@ -60,8 +69,7 @@ def test_workers_of_srun_and_elements_of_arrays_are_found(user: User) -> None:
     text = GUEST.replace(
         "f\"up{os.environ['RANK']}\"", "'at' + os.environ['CLUSTERJOB_ARRAY_INDEX']"
     )
-    array = user.submit(text, "--array", "0-1")
-    user.wait_for("at0", "at1")
+    array = user.submit(text, "--array", "0-1", until=("at0", "at1"))
     element = Inside(f"{array}_1", user.directory)
     assert element.shell("echo $CLUSTERJOB_ARRAY_INDEX $CLUSTERJOB_JOB_ID") == f"1 {array}_1\n"
     error = user("metrics", array, code=2).stderr
@@ -76,20 +84,13 @@ def test_workers_of_srun_and_elements_of_arrays_are_found(user: User) -> None:
 
 
 @pytest.mark.slow
-def test_login_host_runs_command_shell_and_forward(laptop: Laptop) -> None:
-    job_id = laptop.submit(MEETING, "--nodes", "2", "--nproc-per-node", "2")
-    laptop.wait_for("up0", "up1", "up2", "up3")
+def test_login_host_runs_command_and_shell(laptop: Laptop) -> None:
+    job_id = laptop.submit(
+        MEETING, "--nodes", "2", "--nproc-per-node", "2", until=("up0", "up1", "up2", "up3")
+    )
     job = Inside(job_id, laptop.directory)
     job.check_exec("$SLURMD_NODENAME $PWD", f"n2 {laptop.there(job_id) / 'code'}")
     job.check_shell(rank=2, where="echo $SLURMD_NODENAME", answer="n2")
-    with (
-        job.served(node=1, python=str(laptop.python)) as (_, port),
-        job.forwarded(f"0:{port}", "--node", "1") as (forward, [local]),
-    ):
-        assert b"200 OK" in get(local, "script.py")
-        forward.send_signal(signal.SIGINT)
-        assert forward.wait(TEST_TIMEOUT) == 130
-    wait_until(lambda: not of_command("http.server"), LEFT, "the end of the server")
     laptop.leave()
     laptop("wait", job_id)
 

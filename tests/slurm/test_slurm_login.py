@@ -10,6 +10,7 @@ import os
 import stat
 
 import pytest
+from launching import executable, new_folder
 from login_user import GUEST, Laptop
 from procs import wait_for_no_processes, wait_until
 from slurm_user import PROMPT
@@ -77,8 +78,7 @@ def test_job_on_two_nodes_runs_laptop_code_over_one_connection(
 
 def test_all_commands_share_connection_of_login(laptop: Laptop) -> None:
     laptop("login", "login1", "--cluster", "hpc")
-    job_id = laptop.submit(GUEST, "--nodes", "2")
-    laptop.wait_for("up0", "up1")
+    job_id = laptop.submit(GUEST, "--nodes", "2", until=("up0", "up1"))
     assert job_id in laptop("list").stdout
     laptop("status", job_id)
     laptop("logs", job_id)
@@ -110,8 +110,7 @@ def test_shell_special_characters_arrive_unchanged(laptop: Laptop) -> None:
 
 def test_no_sync_job_uses_workdir_setup_lines_and_remote_python(laptop: Laptop) -> None:
     laptop.patch.delenv("CLUSTERJOB_PYTHON")
-    elsewhere = laptop.login.home / "project"
-    elsewhere.mkdir()
+    elsewhere = new_folder(laptop.login.home / "project")
     (elsewhere / "only_there.py").write_text(
         "import os, sys\nprint(os.getcwd(), os.environ['FROM_SETUP'], sys.executable)\n"
     )
@@ -167,8 +166,7 @@ def test_job_waits_only_for_job_of_same_cluster(laptop: Laptop) -> None:
 
 
 def test_follow_waits_for_restarted_sshd_of_login_host(laptop: Laptop) -> None:
-    job_id = laptop.submit(GUEST)
-    laptop.wait_for("up0")
+    job_id = laptop.submit(GUEST, until=("up0",))
     follower = laptop.start("logs", "-f", job_id)
     wait_until(lambda: "line of 0" in laptop.output_of(follower)[0], PROMPT)
     laptop.login.stop(close_connections=True)
@@ -182,19 +180,17 @@ def test_follow_waits_for_restarted_sshd_of_login_host(laptop: Laptop) -> None:
 
 
 def test_job_is_found_after_connection_breaks_during_sbatch(laptop: Laptop) -> None:
-    bin_ = laptop.login.directory / "bin"
-    bin_.mkdir()
+    bin_ = new_folder(laptop.login.directory / "bin")
     # The wrapper submits the job, but the connection breaks before it ends.
     # Queries for the job fail, too.
     test_only = 'case "$*" in *--test-only*) exec /usr/bin/sbatch "$@";; esac'
-    (bin_ / "sbatch").write_text(
-        f'#!/bin/sh\n{test_only}\n/usr/bin/sbatch "$@"\ntouch {laptop.meeting}/taken\nsleep 5\n'
+    executable(
+        bin_ / "sbatch",
+        f'#!/bin/sh\n{test_only}\n/usr/bin/sbatch "$@"\ntouch {laptop.meeting}/taken\nsleep 5\n',
     )
-    (bin_ / "sbatch").chmod(0o755)
     # Slurm's commands are searched for in the PATH of a login shell.
     (laptop.login.home / ".bash_profile").write_text(f"export PATH={bin_}:/usr/bin:/bin\n")
-    command = laptop.start("submit", "--cluster", "hpc", laptop.script(GUEST))
-    laptop.wait_for("taken")
+    command = laptop.start("submit", "--cluster", "hpc", laptop.script(GUEST), until=("taken",))
     laptop.login.stop(close_connections=True)
     assert command.wait(60) == 1
     message = laptop.output_of(command)[1]
@@ -238,8 +234,7 @@ def test_each_submit_error_is_one_line_and_leaves_no_files(laptop: Laptop) -> No
     )
     laptop.login.stop()
     del laptop.login.environment["SLURM_CONF"]
-    bin_ = laptop.login.directory / "bin"
-    bin_.mkdir()
+    bin_ = new_folder(laptop.login.directory / "bin")
     for name in ("bash", "python3", "env", "ls"):
         (bin_ / name).symlink_to(f"/usr/bin/{name}")
     laptop.login.environment["PATH"] = str(bin_)

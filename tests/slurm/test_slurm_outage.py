@@ -87,8 +87,7 @@ def test_srun_that_is_refused_is_not_retried(user: User, error: str) -> None:
 
 @pytest.mark.slow
 def test_cancel_stops_agents_while_controller_is_down(user: User) -> None:
-    job_id = user.submit(SLEEPER, "--nodes", "2")
-    user.wait_for("up0", "up1")
+    job_id = user.submit(SLEEPER, "--nodes", "2", until=("up0", "up1"))
     pending = user.submit(SLEEPER, "--set", "hold=true")
     user.slurm.stop_controller()
     message = user("cancel", job_id, pending, timeout=180).stderr
@@ -107,8 +106,9 @@ def test_cancel_stops_agents_while_controller_is_down(user: User) -> None:
 
 @pytest.mark.slow
 def test_cancel_of_job_without_agents_fails_until_slurm_answers(user: User) -> None:
-    job_id = user.submit(SLEEPER.replace("RANK", "SLURM_PROCID"), "--launcher", "srun")
-    user.wait_for("up0")
+    job_id = user.submit(
+        SLEEPER.replace("RANK", "SLURM_PROCID"), "--launcher", "srun", until=("up0",)
+    )
     user.command_first_on_path(
         "scancel",
         "echo 'scancel: error: Unable to contact slurm controller (connect failure)' >&2; exit 1\n",
@@ -138,8 +138,7 @@ def batch_shell_of(user: User, number: str) -> int:
 @pytest.mark.slow
 def test_killed_batch_shell_fails_job(user: User) -> None:
     """Slurm then ends the steps by SIGTERM, although no user has cancelled the job."""
-    job_id = user.submit(SLEEPER, "--nodes", "2")
-    user.wait_for("up0", "up1")
+    job_id = user.submit(SLEEPER, "--nodes", "2", until=("up0", "up1"))
     number = user.slurm_id(job_id)
     os.kill(batch_shell_of(user, number), signal.SIGKILL)
     user.slurm.wait_for_job(number)
@@ -154,8 +153,7 @@ def test_killed_batch_shell_fails_job(user: User) -> None:
 
 def test_reason_of_node_fail_names_node(user: User) -> None:
     """The test marks the node as down, as Slurm does after SlurmdTimeout."""
-    job_id = user.submit(SLEEPER, "--nodes", "2", "--nodelist", "n2,n3")
-    user.wait_for("up0", "up1")
+    job_id = user.submit(SLEEPER, "--nodes", "2", "--nodelist", "n2,n3", until=("up0", "up1"))
     user.slurm.kill_node(3)
     user.slurm.run("scontrol", "update", "NodeName=n3", "State=DOWN", "Reason=test")
     user.slurm.wait_for_job(user.slurm_id(job_id), "NODE_FAIL")
@@ -189,14 +187,12 @@ def test_node_fail_reason_names_node_only_if_slurm_does(tmp_path: Path) -> None:
 def test_accounting_has_signal_and_nodes_of_forgotten_jobs(user_accounted: User) -> None:
     """Cases: a killed batch shell and a failed node, after squeue has forgotten the jobs."""
     user = user_accounted
-    killed = user.submit(SLEEPER, "--nodelist", "n1")
-    user.wait_for("up0")
+    killed = user.submit(SLEEPER, "--nodelist", "n1", until=("up0",))
     number = user.slurm_id(killed)
     os.kill(batch_shell_of(user, number), signal.SIGKILL)
     user.slurm.wait_for_job(number)
     user.path("up0").unlink()
-    lost = user.submit(SLEEPER, "--nodes", "2", "--nodelist", "n2,n3")
-    user.wait_for("up0", "up1")
+    lost = user.submit(SLEEPER, "--nodes", "2", "--nodelist", "n2,n3", until=("up0", "up1"))
     user.slurm.kill_node(3)
     user.slurm.run("scontrol", "update", "NodeName=n3", "State=DOWN", "Reason=test")
     user.slurm.wait_for_job(user.slurm_id(lost), "NODE_FAIL")
@@ -211,7 +207,6 @@ def test_accounting_has_signal_and_nodes_of_forgotten_jobs(user_accounted: User)
         return rows if {key: row.state for key, row in rows.items()} == ids else {}
 
     rows = wait_until(accounted, TEST_TIMEOUT, "the rows, which come in stages")
-    assert rows is not None
     assert [rows[key].signal for key in ids] == [signal.SIGKILL, 0]
     assert [rows[key].failed_node for key in ids] == ["", "one of n[2-3]"]
 
@@ -225,8 +220,7 @@ def test_job_hidden_from_squeue_is_unknown_until_lease_ends(user: User) -> None:
 
     A verdict that arrives later replaces LOST.
     """
-    job_id = user.submit(GUEST, "--nodes", "2")
-    user.wait_for("up0", "up1")
+    job_id = user.submit(GUEST, "--nodes", "2", until=("up0", "up1"))
     user.command_first_on_path("squeue", "exit 0\n")  # squeue lists no jobs
     handle = json.loads((user.home / "records" / f"{job_id}.json").read_text())["handle"]
     user.change_record(job_id, handle=handle | {"data": handle["data"] | {"at": time.time() - 100}})

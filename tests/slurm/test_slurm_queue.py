@@ -226,8 +226,7 @@ def test_name_and_comment_of_other_job_cannot_forge_rows(
 
 
 def test_running_job_shows_slurm_id_nodes_and_time(user: User) -> None:
-    job_id = user.submit(GUEST, "--nodes", "2", "--name", "a b")
-    user.wait_for("up0", "up1")
+    job_id = user.submit(GUEST, "--nodes", "2", "--name", "a b", until=("up0", "up1"))
     user.force_new_query()
     now, number = user.wait_for_state(job_id, "RUNNING"), user.slurm_id(job_id)
     hosts = user.slurm.job(number)["NodeList"]

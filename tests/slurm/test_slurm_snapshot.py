@@ -5,8 +5,8 @@ from __future__ import annotations
 import shlex
 import sys
 
-import code_writer
 import pytest
+from launching import new_folder, write_tree
 from login_user import Laptop
 from slurm_user import User
 
@@ -20,13 +20,17 @@ CURRENT = "ran 2 2 2 new"
 
 
 def write_version(user: User, version: int) -> None:
-    pack = user.path("pack")
-    pack.mkdir(exist_ok=True)
+    pack = new_folder(user.path("pack"))
     user.path("train.py").write_text(TRAIN.format(version=version))
     user.path("helper.py").write_text(f"VERSION = {version}\n")
-    (pack / "__init__.py").touch()
-    (pack / "part.py").write_text(f"VERSION = {version}\n")
-    (pack / "main.py").write_text(TRAIN.format(version=version))
+    write_tree(
+        pack,
+        **{
+            "__init__.py": "",
+            "part.py": f"VERSION = {version}\n",
+            "main.py": TRAIN.format(version=version),
+        },
+    )
     user.path("run.sh").write_text(
         f'echo "shell {version}"; {shlex.quote(sys.executable)} train.py'
     )
@@ -68,14 +72,6 @@ def test_held_jobs_run_submitted_script_module_and_shell_script(user: User) -> N
     assert codes[0]["digest"] == codes[1]["digest"] == codes[2]["digest"]
     assert len(codes[0]["digest"]) == 64
     assert codes[0]["git"] is None
-
-
-def test_git_answers_beside_file_of_job_on_login_host(laptop: Laptop) -> None:
-    said = code_writer.make(laptop.directory)
-    done = laptop("run", "--cluster", "hpc", "train.py")
-    assert done.stdout.splitlines() == said
-    [named] = [line for line in done.stderr.splitlines() if "written beside the code" in line]
-    assert named.endswith(": last.pt")
 
 
 @pytest.mark.slow

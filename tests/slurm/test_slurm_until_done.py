@@ -98,12 +98,10 @@ def test_job_runs_again_until_script_is_done(user: User, how: str) -> None:
     assert in_queue(user) == set()
 
 
-@pytest.mark.parametrize("how", ["requeue", "dependent jobs"])
-def test_cancel_between_two_attempts_ends_chain(user: User, how: str) -> None:
+def test_cancel_between_two_attempts_ends_chain(user: User) -> None:
     job = user.submit(STEPS, *OPTIONS, "--set", "nodelist=n1")
     wait_until(lambda: attempts(user, job) == 1, TEST_TIMEOUT, "the first attempt")
-    if how == "dependent jobs":
-        forbid_requeue(user, job)
+    forbid_requeue(user, job)
     user.slurm.run("scontrol", "update", "NodeName=n1", "State=drain", "Reason=test")
     try:
         warn(user, job, 0, text="saved")

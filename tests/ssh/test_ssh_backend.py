@@ -17,8 +17,8 @@ from typing import Any
 
 import code_writer
 import pytest
-from procs import SAVER, command_line, kill_all, wait_until
-from ssh_network import SshHost, checked_output
+from procs import checked_output, command_line, kill_all, wait_until
+from ssh_network import SshHost
 from sshsite import (
     SLEEPER,
     TEST_TIMEOUT,
@@ -109,8 +109,7 @@ def test_git_answers_beside_file_and_files_written_there_are_named(site: Site) -
 
 
 def test_job_files_on_host_are_private_and_token_is_not_exposed(site: Site) -> None:
-    record = site.submit(SLEEPER)
-    wait_for_lines(record, "up 0", "up 1")
+    record = site.submit(SLEEPER, until=("up 0", "up 1"))
     elapsed = polling.status(record).elapsed  # by the clock of the host
     assert elapsed is not None
     assert 0 <= elapsed < TEST_TIMEOUT
@@ -142,27 +141,11 @@ def test_failure_names_rank_and_host_as_user_wrote_it(site: Site) -> None:
     )
     verdict = wait_for_verdict(record)
     assert (verdict.state, verdict.exit_code) == (JobState.FAILED, 7)
-    assert verdict.failure is not None
     assert (verdict.failure.rank, verdict.failure.host) == (1, "root@10.77.0.2:22")
-
-
-def test_every_rank_gets_keyboard_interrupt_and_saves_after_ctrl_c_in_run(site: Site) -> None:
-    run = site.command("run", *site.options(), "--grace", "60", site.script(SAVER))
-    assert run.stdout is not None
-    shown = run.stdout.readline()
-    while "[0-1]" not in shown and shown.count("up") < 2:
-        shown += run.stdout.readline()
-    run.send_signal(signal.SIGINT)
-    out, err = run.communicate(timeout=TEST_TIMEOUT)
-    assert run.returncode == 130, err
-    assert "[0-1] saved" in out or out.count("saved") == 2
-    assert "CANCELLED" in err
-    wait_until(lambda: not site.running(), TEST_TIMEOUT, "the end of the agents")
 
 
 def test_killed_run_leaves_job_running_and_reachable(site: Site) -> None:
     run = site.command("run", *site.options(), site.script(SLEEPER))
-    assert run.stdout is not None
     assert "up" in run.stdout.readline()
     assert "up" in run.stdout.readline()
     run.kill()
@@ -379,8 +362,7 @@ def test_master_addr_is_address_that_other_hosts_reach(site: Site) -> None:
 
 
 def test_sshd_restart_does_not_affect_running_job(site: Site) -> None:
-    record = site.submit(UNTIL_LEAVE)
-    wait_for_lines(record, "up 0", "up 1")
+    record = site.submit(UNTIL_LEAVE, until=("up 0", "up 1"))
     for name in ("gpu1", "gpu2"):
         host = site.ssh_network.hosts[name]
         host.stop()
@@ -404,8 +386,7 @@ def test_line_written_after_the_poll_that_brings_the_end_is_shown(
     site: Site, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A poll reads the logs before the ends; here the job goes on between the two."""
-    record = site.submit(UNTIL_LEAVE, hosts="gpu1")
-    wait_for_lines(record, "up 0")
+    record = site.submit(UNTIL_LEAVE, hosts="gpu1", until=("up 0",))
     place = site.remote_dir(record, "gpu1")
     end = Verdict(JobState.SUCCEEDED, 0).to_json() | {"node_rank": 0}
     (place / "ends" / "node0.json").write_text(json.dumps(end))
@@ -425,8 +406,7 @@ def test_line_written_after_the_poll_that_brings_the_end_is_shown(
 def test_poll_that_began_before_the_end_does_not_count_as_the_last(
     site: Site, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    record = site.submit(UNTIL_LEAVE)
-    wait_for_lines(record, "up 0", "up 1")
+    record = site.submit(UNTIL_LEAVE, until=("up 0", "up 1"))
     poll, read, arrived = JobMirror.poll, threading.Event(), threading.Event()
 
     def poll_slow_host(mirror: JobMirror, session: Any, *, logs: bool) -> Any:
@@ -468,7 +448,7 @@ def test_removed_local_job_directory_is_mirrored_again(site: Site) -> None:
 
 
 def test_job_cancelled_during_submit_does_not_start(site: Site) -> None:
-    submitted = site.command("submit", *site.options(setup=["sleep 8"]), site.script(SLEEPER))
+    submitted = site.command("submit", *site.options(setup=["sleep 4"]), site.script(SLEEPER))
     place = site.ssh_network.hosts["gpu2"].home / ".clusterjob" / "jobs"
     wait_until(
         lambda: place.is_dir() and list(place.iterdir()),

@@ -14,8 +14,8 @@ from pathlib import Path
 
 import paramiko
 import pytest
-from procs import wait_until
-from ssh_network import SshNetwork, checked_output
+from procs import checked_output, wait_until
+from ssh_network import SshNetwork
 from sshsite import hostname, refusal, run
 
 from clusterjob.core.hosts import Host, parse_hosts

@@ -44,10 +44,15 @@ def test_job_goes_on_with_its_spare_host_when_a_host_is_cut_off(
 ) -> None:
     leave = tmp_path / "leave"
     record = site.submit(
-        GUEST, str(leave), hosts="gpu[1-3]", spares=1, max_restarts=1, lease=3,
+        GUEST,
+        str(leave),
+        hosts="gpu[1-3]",
+        spares=1,
+        max_restarts=1,
+        lease=3,
         set={"connect_timeout": "3"},
-    )  # fmt: skip
-    wait_for_lines(record, "round 0 rank 0 of 2", "round 0 rank 1 of 2")
+        until=("round 0 rank 0 of 2", "round 0 rank 1 of 2"),
+    )
     cut = site.ssh_network.hosts[host]
     cut.link("down")
     try:

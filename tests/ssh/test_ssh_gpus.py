@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import pytest
 from nvidia import FakeSmi
 from procs import TEST_TIMEOUT, wait_until
-from sshsite import Site, wait_for_lines
+from sshsite import Site
 from verdicts import wait_for_verdict
 
 from clusterjob.core import jobs, polling
@@ -56,8 +56,7 @@ def test_jobs_get_different_idle_gpus_on_each_host(
     gpu_hosts["gpu1"].set_gpus([9000, 3, 3, 3], {0: [(1, "trainer")]})
     one, two = gpu_hosts["gpu1"].prefix, gpu_hosts["gpu2"].prefix
     first_devices = f"devices {one}1,{one}2", f"devices {two}0,{two}1"
-    first = site.submit(DEVICES_SCRIPT, gpus="auto", gpus_per_node=2, **MORE)
-    wait_for_lines(first, *first_devices)
+    first = site.submit(DEVICES_SCRIPT, gpus="auto", gpus_per_node=2, **MORE, until=first_devices)
     error = submit_error(site, gpus="auto", gpus_per_node=2, **MORE)
     assert (
         "gpu1: 1 idle GPUs where 2 are asked for: 0 NVIDIA H100, 80GB:"
@@ -69,8 +68,7 @@ def test_jobs_get_different_idle_gpus_on_each_host(
     assert wait_for_verdict(first).state is JobState.SUCCEEDED
     # The verdict is written before the agents exit and release their GPUs.
     wait_until(lambda: not site.running(), TEST_TIMEOUT, "the end of the agents")
-    third = site.submit(DEVICES_SCRIPT, gpus="auto", gpus_per_node=2, **MORE)
-    wait_for_lines(third, *first_devices)
+    third = site.submit(DEVICES_SCRIPT, gpus="auto", gpus_per_node=2, **MORE, until=first_devices)
     jobs.cancel([third])
 
 

@@ -6,7 +6,7 @@ import json
 
 import pytest
 from procs import kill_all, wait_until
-from sshsite import SLEEPER, TEST_TIMEOUT, Site, close_connections, wait_for_lines, workers_on
+from sshsite import SLEEPER, TEST_TIMEOUT, Site, close_connections, workers_on
 from verdicts import wait_for_verdict
 
 from clusterjob.core import polling
@@ -19,8 +19,7 @@ CUT_OFF = 60.0  # seconds; several times the lease
 
 @pytest.mark.slow
 def test_job_lost_with_node_0_gets_real_verdict_after_link_heals(site: Site) -> None:
-    record = site.submit(SLEEPER, set={"connect_timeout": "3"})
-    wait_for_lines(record, "up 0", "up 1")
+    record = site.submit(SLEEPER, set={"connect_timeout": "3"}, until=("up 0", "up 1"))
     cut = site.ssh_network.hosts["gpu1"]
     cut.link("down")
     try:
@@ -43,7 +42,6 @@ def test_job_lost_with_node_0_gets_real_verdict_after_link_heals(site: Site) -> 
     reported = json.loads((site.remote_dir(record, "gpu1") / "result.json").read_text())
     assert reported["state"] != "LOST", "node 0 knows why it ended"
     status = polling.status(Records().find(record.job_id))
-    assert status.verdict is not None
     assert status.verdict.to_json() == reported
     recorded = Records().find(record.job_id)
     assert (recorded.end, recorded.provisional) == (reported, False)
@@ -57,8 +55,7 @@ def guess_lost(record: Record, at: str) -> None:
 
 def test_cancel_retries_job_whose_end_was_only_guessed(site: Site) -> None:
     """One day after the guess, `status` no longer asks the hosts, but `cancel` does."""
-    record = site.submit(SLEEPER, hosts="gpu1", set={"connect_timeout": "5"})
-    wait_for_lines(record, "up 0")
+    record = site.submit(SLEEPER, hosts="gpu1", set={"connect_timeout": "5"}, until=("up 0",))
     host = site.ssh_network.hosts["gpu1"]
     close_connections()
     for at in (events.now(), "2020-01-01T00:00:00Z"):

@@ -10,7 +10,7 @@ import re
 import pytest
 from inside_job import LEFT, Inside, get
 from procs import TEST_TIMEOUT, command_line, wait_until
-from sshsite import SLEEPER, Site, wait_for_lines
+from sshsite import SLEEPER, Site
 from stacked import LIMIT, NOISE, WAITING, check_stacks
 from verdicts import wait_for_verdict
 
@@ -19,8 +19,7 @@ from clusterjob.core.records import Records
 
 
 def started(site: Site) -> Inside:
-    record = site.submit(SLEEPER, nproc_per_node=2)
-    wait_for_lines(record, *(f"up {rank}" for rank in range(4)))
+    record = site.submit(SLEEPER, nproc_per_node=2, until=[f"up {rank}" for rank in range(4)])
     return Inside(record.job_id, site.directory)
 
 
@@ -89,8 +88,7 @@ def test_forward_reaches_loopback_of_host_and_ends_with_job(site: Site) -> None:
 
 @pytest.mark.slow
 def test_cut_network_ends_client_and_later_the_command(site: Site) -> None:
-    record = site.submit(SLEEPER, hosts="gpu2")
-    wait_for_lines(record, "up 0")
+    record = site.submit(SLEEPER, hosts="gpu2", until=("up 0",))
     job = Inside(record.job_id, site.directory)
     with job.popen("exec", "--", "bash", "-c", "echo up; sleep 7777", stderr=-1) as process:
         assert process.stdout.readline() == b"up\n"
@@ -106,8 +104,7 @@ def test_cut_network_ends_client_and_later_the_command(site: Site) -> None:
 
 
 def test_stacks_of_16_ranks_on_2_hosts_are_read_and_saved_by_cancel(site: Site) -> None:
-    record = site.submit(WAITING, nproc_per_node=8)
-    wait_for_lines(record, *(f"up {rank}" for rank in range(16)))
+    record = site.submit(WAITING, nproc_per_node=8, until=[f"up {rank}" for rank in range(16)])
     job = Inside(record.job_id, site.directory)
     assert check_stacks(job, 16, ["gpu1", "gpu2"]) < LIMIT * NOISE
     site.run("cancel", "--stacks", record.job_id, code=0)

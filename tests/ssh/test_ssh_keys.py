@@ -6,7 +6,8 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from ssh_network import checked_output, require_ssh_network
+from procs import checked_output
+from ssh_network import require_ssh_network
 
 from clusterjob.remote import known_hosts
 from clusterjob.remote.known_hosts import HostKeyStatus, KnownHosts
@@ -130,16 +131,6 @@ def test_host_name_hashed_by_openssh_is_found(tmp_path: Path, key: Key) -> None:
     assert "gpu1" not in (tmp_path / "known_hosts").read_text()
     assert files.status(["gpu1"], key.blob)[0] is HostKeyStatus.KNOWN
     assert files.status(["gpu2"], key.blob)[0] is HostKeyStatus.UNKNOWN
-
-
-def test_changed_known_hosts_file_is_read_again(tmp_path: Path, key: Key, other: Key) -> None:
-    assert known(tmp_path, f"gpu1 {key}").status(["gpu1"], key.blob)[0] is HostKeyStatus.KNOWN
-    assert known(tmp_path, f"gpu1 {other}").status(["gpu1"], key.blob)[0] is HostKeyStatus.CHANGED
-    (tmp_path / "known_hosts").unlink()
-    assert (
-        KnownHosts([tmp_path / "known_hosts"]).status(["gpu1"], key.blob)[0]
-        is HostKeyStatus.UNKNOWN
-    )
 
 
 def test_key_recorded_in_dev_null_is_not_stored(key: Key) -> None:

@@ -17,8 +17,8 @@ from pathlib import Path
 
 import kerberos
 import pytest
-from procs import TEST_TIMEOUT, wait_until
-from ssh_network import SshHost, SshNetwork, checked_output
+from procs import TEST_TIMEOUT, checked_output, wait_until
+from ssh_network import SshHost, SshNetwork
 from sshsite import Site, close_connections, hostname
 from terminals import Terminal
 from verdicts import wait_for_verdict

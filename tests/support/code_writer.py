@@ -5,7 +5,7 @@ from __future__ import annotations
 import subprocess
 from pathlib import Path
 
-from launching import write_tree
+from launching import executable, write_tree
 
 SCRIPT = """
 import os, shutil, subprocess
@@ -33,8 +33,7 @@ def make(root: Path) -> list[str]:
     write_tree(root, **{"changed.py": "2\n", "new.py": "", "data/x": ""})
     (root / "gone.py").unlink()
     said = [_git(root, *words) for words in (("rev-parse", "HEAD"), _STATUS, ("diff",))]
-    hook.write_text("#!/bin/sh\necho passw0rd ran\n")
-    hook.chmod(0o755)
+    executable(hook, "#!/bin/sh\necho passw0rd ran\n")
     return "".join(said).splitlines()
 
 

@@ -8,13 +8,13 @@ import shlex
 import signal
 import subprocess
 import textwrap
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 from commands import CLUSTERJOB, PACKAGE
-from launching import finish
+from launching import executable, finish, new_folder
 from preloaded import Preloaded
 from procs import TEST_TIMEOUT, kill_all, own_processes, wait_for_no_processes, wait_until
 
@@ -62,11 +62,11 @@ class CommandUser:
         real = subprocess.run(
             ["which", name], capture_output=True, text=True, check=False
         ).stdout.strip()
-        (bin_ / name).write_text(
+        executable(
+            bin_ / name,
             f"#!/bin/sh\nREAL={shlex.quote(real)} NOTES={shlex.quote(str(notes))}\n"
-            f"{textwrap.dedent(text)}"
+            f"{textwrap.dedent(text)}",
         )
-        (bin_ / name).chmod(0o755)
         if not os.environ["PATH"].startswith(f"{bin_}:"):
             self.patch.setenv("PATH", f"{bin_}:{os.environ['PATH']}")
         return notes
@@ -85,8 +85,8 @@ class CommandUser:
         assert PACKAGE not in done.err, f"a traceback of ours\n{done.err}"
         return subprocess.CompletedProcess(words, done.code, done.out, done.err)
 
-    def start(self, *args: str, **options: Any) -> subprocess.Popen[str]:
-        """Start clusterjob; `output_of` returns its output."""
+    def start(self, *args: str, until: Iterable[str] = (), **options: Any) -> subprocess.Popen[str]:
+        """Start clusterjob, whose output `output_of` returns; wait for the files ``until``."""
         number = len(self.running)
         with (
             self._output(number, "out").open("w") as out,
@@ -100,6 +100,7 @@ class CommandUser:
                 **options,
             }
             self.running.append(subprocess.Popen([*CLUSTERJOB, *args], text=True, **options))
+        self.wait_for(*until)
         return self.running[-1]
 
     def output_of(self, process: subprocess.Popen[str]) -> tuple[str, str]:
@@ -119,8 +120,13 @@ class CommandUser:
     ) -> subprocess.CompletedProcess[str]:
         return self("run", *self.target, *options, self.script(text), *args, code=code)
 
-    def submit(self, text: str, *options: str, args: tuple[str, ...] = ()) -> str:
-        return self("submit", *self.target, *options, self.script(text), *args).stdout.strip()
+    def submit(
+        self, text: str, *options: str, args: tuple[str, ...] = (), until: Iterable[str] = ()
+    ) -> str:
+        """Submit a script; return the job id when workers have created the files ``until``."""
+        job_id = self("submit", *self.target, *options, self.script(text), *args).stdout.strip()
+        self.wait_for(*until)
+        return job_id
 
     # -- jobs --------------------------------------------------------------------------------------
 
@@ -201,8 +207,7 @@ def new_user(
     made: list[Any] = []
 
     def make(place: Any, kind: Callable[..., Any]) -> Any:
-        directory = tmp_path / "work"
-        directory.mkdir()
+        directory = new_folder(tmp_path / "work")
         made.append(kind(place, directory, monkeypatch, preloaded_commands))
         return made[0]
 

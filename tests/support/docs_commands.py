@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from launching import ROOT, Run, finish
+from launching import ROOT, Run, executable, finish, new_folder
 
 RUNNERS = "tests/e2e/test_docs_commands.py"
 READMES = ("README.md", "README.zh-CN.md")
@@ -290,8 +290,7 @@ class Shell:
         self.left = list(session.commands)
         self.directory = directory / "work"
         self.values: dict[str, str] = {"token": "0123456789abcdef" * 4}
-        self._bin = directory / "commands"
-        self._bin.mkdir()
+        self._bin = new_folder(directory / "commands")
         self.use(sys.executable)
 
     def use(self, *interpreter: str) -> None:
@@ -301,9 +300,9 @@ class Shell:
             ("torchrun", ["-m", "torch.distributed.run"]),
             ("python", []),
         ):
-            path = self._bin / name
-            path.write_text(f'#!/bin/sh\nexec {shlex.join([*interpreter, *module])} "$@"\n')
-            path.chmod(0o755)
+            executable(
+                self._bin / name, f'#!/bin/sh\nexec {shlex.join([*interpreter, *module])} "$@"\n'
+            )
 
     def write(self, name: str, text: str) -> None:
         self.directory.mkdir(exist_ok=True)

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from commands import CLUSTERJOB, PACKAGE
+from launching import write_tree
 from procs import TEST_TIMEOUT
 
 from clusterjob.core import node_zip
@@ -110,8 +111,13 @@ def light_torch(directory: Path, version: str = "2.9.0") -> Path:
     """Write a torch of this version that imports fast; return its directory for PYTHONPATH."""
     package = directory / "torch"
     (package / "distributed" / "nn").mkdir(parents=True)
-    (package / "__init__.py").write_text(LIGHT_TORCH.format(version=version))
-    (package / "distributed" / "__init__.py").write_text(LIGHT_DISTRIBUTED)
+    write_tree(
+        package,
+        **{
+            "__init__.py": LIGHT_TORCH.format(version=version),
+            "distributed/__init__.py": LIGHT_DISTRIBUTED,
+        },
+    )
     for name in ("__init__", "functional"):
         (package / "distributed" / "nn" / f"{name}.py").write_text("")
     return directory

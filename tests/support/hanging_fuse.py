@@ -33,7 +33,6 @@ def mounted(directory: Path) -> Iterator[Path]:
     server = subprocess.Popen(
         [sys.executable, __file__, str(directory)], stdout=subprocess.PIPE, text=True
     )
-    assert server.stdout is not None
     try:
         assert server.stdout.readline() == "mounted\n"
         yield directory / FILE

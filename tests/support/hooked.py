@@ -8,9 +8,9 @@ import sys
 import textwrap
 from pathlib import Path
 
-from clusterjob.node.workers import hook
+from launching import new_folder, write_tree
 
-MODES = ["fork", "exec"]
+from clusterjob.node.workers import hook
 
 
 def lines_by_rank(text: str) -> list[str]:
@@ -26,10 +26,14 @@ def lines_by_rank(text: str) -> list[str]:
 
 def hooked_path(directory: Path) -> str:
     """Return a worker's PYTHONPATH, with a sitecustomize and a usercustomize of the user."""
-    own = directory / "own"
-    own.mkdir()
-    (own / "sitecustomize.py").write_text("import sys; sys.from_site = True\n")
-    (own / "usercustomize.py").write_text("import sys; sys.from_user = True\n")
+    own = new_folder(directory / "own")
+    write_tree(
+        own,
+        **{
+            "sitecustomize.py": "import sys; sys.from_site = True\n",
+            "usercustomize.py": "import sys; sys.from_user = True\n",
+        },
+    )
     return hook.write(directory, {"PYTHONPATH": str(own)})["PYTHONPATH"]
 
 

@@ -11,12 +11,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from procs import missing_programs, wait_until
+from procs import PATH, checked_output, missing_programs, wait_until
 
 REALM = "CLUSTER.TEST"
 _PORT = 8888
 _PASSWORD = "realm"
-_PATH = f"{os.environ['PATH']}:/usr/sbin:/sbin"
 _CONFIG = """[libdefaults]
 default_realm = {realm}
 dns_canonicalize_hostname = false
@@ -59,16 +58,7 @@ class Realm:
 
     def run(self, *argv: object, given: str = "") -> str:
         """Run a command of Kerberos; fail the test if it fails."""
-        done = subprocess.run(
-            [str(word) for word in argv],
-            input=given,
-            capture_output=True,
-            text=True,
-            env={**os.environ, "PATH": _PATH} | self.variables(),
-            check=False,
-        )
-        assert done.returncode == 0, f"{argv}: {done.stderr}{done.stdout}"
-        return done.stdout
+        return checked_output(*argv, input=given, env=os.environ | self.variables())
 
     def variables(self) -> dict[str, str]:
         return {
@@ -96,7 +86,7 @@ def realm_in(directory: Path, hosts: tuple[str, ...]) -> Iterator[Realm]:
         queries += [f"addprinc -randkey host/{host}", f"ktadd -k {directory}/keytab host/{host}"]
     realm.run("kadmin.local", "-r", REALM, given="\n".join(queries) + "\n")
     kdc = subprocess.Popen(
-        [shutil.which("krb5kdc", path=_PATH) or "krb5kdc", "-n", "-r", REALM],
+        [shutil.which("krb5kdc", path=PATH) or "krb5kdc", "-n", "-r", REALM],
         env=os.environ | realm.variables(),
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,

@@ -106,8 +106,13 @@ def start(
     )
 
 
-def finish(process: subprocess.Popen[str] | ForkedProgram, timeout: float = TEST_TIMEOUT) -> Run:
-    """Wait for a command; after the timeout, stop it and fail the test with its output."""
+def finish(
+    process: subprocess.Popen[str] | ForkedProgram,
+    timeout: float = TEST_TIMEOUT,
+    *,
+    code: int | None = None,
+) -> Run:
+    """Wait for a command; fail the test after the timeout, or at another exit code than `code`."""
     try:
         out, err = process.communicate(timeout=timeout)
     except subprocess.TimeoutExpired:
@@ -118,6 +123,7 @@ def finish(process: subprocess.Popen[str] | ForkedProgram, timeout: float = TEST
     except BaseException:
         _stop(process)
         raise
+    assert code in (None, process.returncode), f"exit code {process.returncode}\n{out}\n{err}"
     return Run(process.returncode, out, err)
 
 
@@ -130,8 +136,14 @@ def _stop(process: subprocess.Popen[str] | ForkedProgram) -> tuple[str, str]:
         return process.communicate()
 
 
-def run(argv: Sequence[object], directory: Path, extra: Mapping[str, str] | None = None) -> Run:
-    return finish(start(argv, directory, extra))
+def run(
+    argv: Sequence[object],
+    directory: Path,
+    extra: Mapping[str, str] | None = None,
+    *,
+    code: int | None = None,
+) -> Run:
+    return finish(start(argv, directory, extra), code=code)
 
 
 def launch(
@@ -140,9 +152,11 @@ def launch(
     argv: Sequence[object],
     directory: Path,
     extra: Mapping[str, str] | None = None,
+    *,
+    code: int | None = None,
 ) -> Run:
     """Run a program as workers of a launcher on this machine."""
-    return run([*LAUNCHERS[launcher], nproc, *argv], directory, extra)
+    return run([*LAUNCHERS[launcher], nproc, *argv], directory, extra, code=code)
 
 
 def start_manually(
@@ -196,6 +210,19 @@ def free_port(count: int = 1) -> int:
 def script(directory: Path, text: str, name: str = "train.py") -> Path:
     path = directory / name
     path.write_text(textwrap.dedent(text))
+    return path
+
+
+def new_folder(path: Path) -> Path:
+    """Create a directory with its parents; return it."""
+    path.mkdir(parents=True, exist_ok=True)
+    return path
+
+
+def executable(path: Path, text: str) -> Path:
+    """Write a program that may be executed; return its path."""
+    path.write_text(text)
+    path.chmod(0o755)
     return path
 
 

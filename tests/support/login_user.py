@@ -16,11 +16,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from launching import free_port
-from procs import MARKER, alive, below, command_line, missing_programs, wait_until
+from launching import free_port, new_folder
+from procs import MARKER, alive, below, checked_output, command_line, missing_programs, wait_until
 from slurm_cluster import SlurmCluster
 from slurm_user import User
-from ssh_network import checked_output, logins, start_sshd
+from ssh_network import logins, start_sshd
 
 # Creates the file up<RANK> in $MEET, which is outside of the job's directory, then waits for the
 # file `leave` there.
@@ -40,8 +40,7 @@ class LoginHost:
 
     def __init__(self, directory: Path, slurm: SlurmCluster) -> None:
         self.directory = directory
-        self.home = directory / "home"
-        self.home.mkdir(parents=True)
+        self.home = new_folder(directory / "home")
         self.port = free_port()
         self.environment = {
             "HOME": str(self.home),
@@ -123,8 +122,7 @@ class Laptop(User):
     def __init__(self, slurm: SlurmCluster, directory: Path, *more: Any) -> None:
         super().__init__(slurm, directory, *more)
         self.login = LoginHost(directory.parent / "login", slurm)
-        self.meeting = directory.parent / "meet"
-        self.meeting.mkdir()
+        self.meeting = new_folder(directory.parent / "meet")
         self.patch.delenv("SLURM_CONF")
         self.profile()
         self.login.start()

@@ -9,7 +9,7 @@ import subprocess
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from procs import missing_programs
+from procs import checked_output, missing_programs
 
 
 @dataclass(frozen=True)
@@ -87,5 +87,4 @@ def machines(count: int, interface: str = "eth0") -> Iterator[list[Machine]]:
 
 
 def _ip(arguments: str) -> None:
-    done = subprocess.run(["ip", *arguments.split()], capture_output=True, text=True, check=False)
-    assert done.returncode == 0, f"ip {arguments}: {done.stderr}"
+    checked_output("ip", *arguments.split())

@@ -6,6 +6,8 @@ import shutil
 import subprocess
 from pathlib import Path
 
+from launching import executable
+
 SMI_SCRIPT = """#!/bin/sh
 case "$1" in
   --query-gpu=*) cat "$(dirname "$0")/gpus" ;;
@@ -34,8 +36,7 @@ class FakeSmi:
         self.directory = directory
         self.prefix = prefix
         directory.mkdir(parents=True)
-        (directory / "nvidia-smi").write_text(SMI_SCRIPT)
-        (directory / "nvidia-smi").chmod(0o755)
+        executable(directory / "nvidia-smi", SMI_SCRIPT)
         self.set_gpus([3, 3, 3, 3])
 
     def set_gpus(

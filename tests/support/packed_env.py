@@ -19,6 +19,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from launching import executable, new_folder, write_tree
+
 from clusterjob.core import python_env
 from clusterjob.core.render import render, sh
 from clusterjob.core.spec import JobSpec
@@ -79,11 +81,9 @@ def conda_archive(directory: Path) -> Path:
     (package / "info").mkdir(parents=True)
     version = f"{sys.version_info[0]}.{sys.version_info[1]}.0"
     record = {"name": "python", "version": version, "files": ["bin/tool"], "url": "", "link": {}}
-    (prefix / "conda-meta").mkdir()
-    (prefix / "conda-meta" / "history").touch()
+    write_tree(prefix, **{"conda-meta/history": ""})
     (prefix / "conda-meta" / f"python-{version}-0.json").write_text(json.dumps(record))
-    (prefix / "bin" / "tool").write_text(f"#!{prefix}/bin/python\nprint('tool')\n")
-    (prefix / "bin" / "tool").chmod(0o755)
+    executable(prefix / "bin" / "tool", f"#!{prefix}/bin/python\nprint('tool')\n")
     path = directory / "conda.tar.gz"
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -126,9 +126,11 @@ def uv_project(directory: Path, value: str = "1") -> Path:
     """Write a uv project with a package of its own, which needs one wheel; lock it."""
     file = wheel(directory / "wheels", value=value)
     (directory / "src" / "own").mkdir(parents=True, exist_ok=True)
-    (directory / "src" / "own" / "__init__.py").write_text("VALUE = 'own'\n")
-    (directory / "pyproject.toml").write_text(
-        textwrap.dedent(f"""
+    write_tree(
+        directory,
+        **{
+            "src/own/__init__.py": "VALUE = 'own'\n",
+            "pyproject.toml": textwrap.dedent(f"""
         [project]
         name = "own"
         version = "0.1"
@@ -139,7 +141,8 @@ def uv_project(directory: Path, value: str = "1") -> Path:
         build-backend = "hatchling.build"
         [tool.uv.sources]
         {MODULE} = {{ path = "wheels/{file.name}" }}
-        """)
+        """),
+        },
     )
     subprocess.run(
         ["uv", "lock", "-q", "--offline", "--python", BASE_PYTHON], cwd=directory, check=True
@@ -163,8 +166,7 @@ class Preparation:
 
     @classmethod
     def of(cls, directory: Path, **fields: object) -> Preparation:
-        base = directory / "disk"
-        base.mkdir(exist_ok=True)
+        base = new_folder(directory / "disk")
         program = Program("command", "true")
         values = {"env_cache": str(base), "python": "python3"} | fields
         return cls(JobSpec(program, directory, **values), directory, {})  # type: ignore[arg-type]
@@ -184,7 +186,6 @@ class Preparation:
 
     def script(self) -> Path:
         env = python_env.read(self.spec)
-        assert env is not None
         if env.name:
             (self.directory / env.name).write_bytes(env.data)
         values = python_env.values(env, self.spec, sh(str(self.directory)), sent=False)

@@ -9,8 +9,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import paramiko
-from procs import wait_until
-from ssh_network import checked_output, require_ssh_network
+from procs import checked_output, wait_until
+from ssh_network import require_ssh_network
 
 from clusterjob.remote.ssh_config import Target
 

@@ -129,9 +129,14 @@ class Preloaded:
         )
 
     def run(
-        self, argv: Sequence[object], directory: Path, extra: Mapping[str, str] | None = None
+        self,
+        argv: Sequence[object],
+        directory: Path,
+        extra: Mapping[str, str] | None = None,
+        *,
+        code: int | None = None,
     ) -> Run:
-        return finish(self.start(argv, directory, extra))
+        return finish(self.start(argv, directory, extra), code=code)
 
 
 @contextlib.contextmanager

@@ -17,19 +17,13 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
+from launching import new_folder
+
 from clusterjob.node.logs.log_files import FILE_NAME
 
 MARKER = "TEST_OF_CLUSTERJOB"  # not CLUSTERJOB_*: the local backend does not pass those to agents
+QUICK_LEASE = ("--lease", "2")
 T = TypeVar("T")
-SAVER = """
-    import time
-    try:
-        print("up", flush=True)
-        time.sleep(1000)
-    except KeyboardInterrupt:
-        time.sleep(1)
-        print("saved", flush=True)
-"""
 
 
 def wait_until(predicate: Callable[[], T], timeout: float, what: str = "the condition") -> T:
@@ -44,10 +38,23 @@ def wait_until(predicate: Callable[[], T], timeout: float, what: str = "the cond
         time.sleep(0.02)
 
 
+# Where programs are searched for, with those of root.
+PATH = f"{os.environ['PATH']}:/usr/sbin:/sbin"
+
+
+def checked_output(*argv: object, env: Mapping[str, str] = os.environ, **options: Any) -> str:
+    """Run a command and return its stdout; fail the test with its output if it fails."""
+    done = subprocess.run(
+        [str(word) for word in argv], capture_output=True, text=True, timeout=120.0,
+        env={**env, "PATH": PATH}, check=False, **options,
+    )  # fmt: skip
+    assert done.returncode == 0, f"{argv}: {done.stderr}{done.stdout}"
+    return done.stdout
+
+
 def missing_programs(*names: str) -> str:
     """Return why a test that needs these programs is skipped; empty if all are installed."""
-    path = f"{os.environ['PATH']}:/usr/sbin:/sbin"
-    absent = [name for name in names if shutil.which(name, path=path) is None]
+    absent = [name for name in names if shutil.which(name, path=PATH) is None]
     return f"{', '.join(absent)} missing: `make packages` installs it" if absent else ""
 
 
@@ -221,8 +228,7 @@ class Job:
         self.nnodes = nnodes
         self.id = f"test-{uuid.uuid4().hex[:12]}"
         self.token = uuid.uuid4().hex
-        self.dir = directory / "job"
-        self.dir.mkdir()
+        self.dir = new_folder(directory / "job")
         self.agents: list[subprocess.Popen[bytes]] = []
         self._outputs: dict[int, tuple[Path, Path]] = {}
 
@@ -245,8 +251,12 @@ class Job:
         stdin: int = subprocess.DEVNULL,
         stdout: int | None = None,
         stderr: int | None = None,
+        until: Iterable[str] = (),
     ) -> subprocess.Popen[bytes]:
-        """Start one node's agent; its output goes to files unless stdout or stderr is given."""
+        """Start one node's agent; its output goes to files unless stdout or stderr is given.
+
+        Return it when workers have created the files ``until``.
+        """
         variables = {
             "CLUSTERJOB_NNODES": str(self.nnodes),
             "CLUSTERJOB_NODE_RANK": str(node_rank),
@@ -268,13 +278,25 @@ class Job:
             )
         self.agents.append(agent)
         self._outputs[agent.pid] = out, err
+        self.wait_for(*until)
         return agent
 
     def start_all(
-        self, *arguments: str, python: tuple[str, ...] = PLAIN, env: Mapping[str, str] | None = None
+        self,
+        *arguments: str,
+        python: tuple[str, ...] = PLAIN,
+        env: Mapping[str, str] | None = None,
+        until: Iterable[str] = (),
     ) -> None:
+        """Start the agents of all nodes; wait until workers have created the files ``until``."""
         for node_rank in range(self.nnodes):
             self.start(node_rank, *arguments, python=python, env=env)
+        self.wait_for(*until)
+
+    def run(self, *arguments: str, code: int = 0, **more: Any) -> None:
+        """Run the job; fail the test unless all agents end with this exit code."""
+        self.start_all(*arguments, **more)
+        assert self.wait() == [code] * self.nnodes, [self.stderr(agent) for agent in self.agents]
 
     def wait(self, timeout: float = TEST_TIMEOUT) -> list[int]:
         """Wait for all agents; return their exit codes in start order."""
@@ -347,14 +369,16 @@ class Job:
             raise AssertionError(f"not all of {names} came to be\n{errors}") from None
 
 
+MakeJob = Callable[..., Job]
+
+
 @contextlib.contextmanager
 def job_factory(directory: Path) -> Iterator[Callable[..., Job]]:
     """Yield a function that creates jobs; kill agents that outlive the test, and fail the test."""
     made: list[Job] = []
 
     def make(nnodes: int = 1) -> Job:
-        job_directory = directory / f"job{len(made)}"
-        job_directory.mkdir()
+        job_directory = new_folder(directory / f"job{len(made)}")
         made.append(Job(job_directory, nnodes))
         return made[-1]
 

@@ -8,6 +8,9 @@ import random
 from dataclasses import dataclass
 from pathlib import Path
 
+from launching import write_tree
+from written_job import GIB
+
 from clusterjob.core.records import Record
 from clusterjob.node.logs import ends, events
 from clusterjob.node.logs.events import Phase, PhaseBegin, PhaseLog, Straggler
@@ -22,7 +25,6 @@ from clusterjob.node.metrics.samples import (
 )
 from clusterjob.node.verdict import Failure, FailureKind, JobState, Verdict
 
-GIB = 1 << 30
 HOSTILE = "<script>alert(1)</script> \x1b]0;title\x07 \x1b[31mred\x1b[0m \u202e & \"quoted\" 'text'"
 
 
@@ -78,8 +80,13 @@ class WrittenJob:
             events.add_environment(self.job_dir, node, detected, attempt=0)
         self._events()
         self._stacks()
-        (self.job_dir / "slurm.sh").write_text(f"#!/bin/bash\n# {HOSTILE}\nexec python\n")
-        (self.job_dir / "code.diff").write_text(f"--- a/train.py\n+++ b/train.py\n+{HOSTILE}\n")
+        write_tree(
+            self.job_dir,
+            **{
+                "slurm.sh": f"#!/bin/bash\n# {HOSTILE}\nexec python\n",
+                "code.diff": f"--- a/train.py\n+++ b/train.py\n+{HOSTILE}\n",
+            },
+        )
         verdict = self.verdict() if self.ended else None
         if verdict is not None:
             ends.write_result(self.job_dir, verdict)

@@ -1028,7 +1028,6 @@ class Coordinator:
 
     def give_verdict(self) -> None:
         end = self.ledger.end
-        assert end is not None
         verdict = replace(end, restarts=self.ledger.restarts, attempts=self.ledger.rounds)
         sim = self.sim
         sim.say(f"verdict of {self.machine.number}: {end.state.value} {end.reason}")

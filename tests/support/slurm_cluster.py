@@ -29,9 +29,9 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TypeVar
 
-from procs import alive, all_pids
+from launching import write_tree
+from procs import T, alive, all_pids
 
 NODES = 4
 GPUS = 8
@@ -63,7 +63,6 @@ ENDED = (
     "SPECIAL_EXIT",
 )
 DAEMON = "TEST_SLURM_DAEMON_OF"  # a variable of the daemons' environment: the cluster's directory
-T = TypeVar("T")
 # Debian installs the daemons in sbin, which is not on every user's PATH.
 _PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 
@@ -341,11 +340,12 @@ class SlurmCluster:
             except PermissionError:  # not root, or a container without CAP_MKNOD
                 device.symlink_to("/dev/null")
         files = f"{self.directory}/devices/gpu[0-{GPUS - 1}]"
-        (self.directory / "etc" / "gres.conf").write_text(
-            f"AutoDetect=off\nName=gpu Type=a100 File={files}\n"
-        )
-        (self.directory / "etc" / "cgroup.conf").write_text(
-            "CgroupPlugin=cgroup/v1\nCgroupAutomount=no\n"
+        write_tree(
+            self.directory,
+            **{
+                "etc/gres.conf": f"AutoDetect=off\nName=gpu Type=a100 File={files}\n",
+                "etc/cgroup.conf": "CgroupPlugin=cgroup/v1\nCgroupAutomount=no\n",
+            },
         )
         self._write_conf()
 

@@ -110,7 +110,6 @@ def _run_cluster(*options: str) -> Iterator[SlurmCluster]:
         start_new_session=True,
     )
     assert keeper.stdin is not None
-    assert keeper.stdout is not None
     try:
         if not keeper.stdout.readline().startswith("export SLURM_CONF="):
             pytest.fail(f"no Slurm: {keeper.communicate()[1]}", pytrace=False)

@@ -17,7 +17,6 @@ import os
 import re
 import shutil
 import signal
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -26,24 +25,19 @@ from pathlib import Path
 
 import namespaces
 import pytest
-from procs import MARKER, alive, command_line, missing_programs, wait_until
+from launching import executable
+from procs import (
+    MARKER,
+    PATH,
+    alive,
+    checked_output,
+    command_line,
+    missing_programs,
+    wait_until,
+)
 
-_PATH = f"{os.environ['PATH']}:/usr/sbin:/sbin"
 _CLONE_NEWNET = 0x40000000
 _NETNS = Path("/run/netns")
-
-
-def checked_output(*argv: object) -> str:
-    """Run a command as root and return its stdout; fail the test if it fails."""
-    done = subprocess.run(
-        [str(word) for word in argv],
-        capture_output=True,
-        text=True,
-        env={**os.environ, "PATH": _PATH},
-        check=False,
-    )
-    assert done.returncode == 0, f"{argv}: {done.stderr}{done.stdout}"
-    return done.stdout
 
 
 def start_sshd(directory: Path, settings: Mapping[str, str], run: Callable[..., object]) -> int:
@@ -64,7 +58,7 @@ def start_sshd(directory: Path, settings: Mapping[str, str], run: Callable[..., 
     text = "".join(f"{key} {value}\n" for key, value in lines.items() if value)
     (directory / "sshd_config").write_text(text)
     pid_file.unlink(missing_ok=True)
-    server = shutil.which("sshd", path=_PATH) or "sshd"  # sshd requires an absolute path
+    server = shutil.which("sshd", path=PATH) or "sshd"  # sshd requires an absolute path
     run(server, "-f", directory / "sshd_config", "-E", directory / "sshd.log")
     wait_until(
         lambda: pid_file.exists() and pid_file.read_text().strip(), 10, f"the sshd of {directory}"
@@ -145,12 +139,7 @@ class SshHost:
             for name, value in os.environ.items()
             if name != MARKER and not name.startswith("CLUSTERJOB")
         }
-        command = ["nsenter", f"--net={_NETNS / self.namespace}", *map(str, argv)]
-        done = subprocess.run(
-            command, capture_output=True, text=True, env={**clean, "PATH": _PATH}, check=False
-        )
-        assert done.returncode == 0, f"{argv}: {done.stderr}{done.stdout}"
-        return done.stdout
+        return checked_output("nsenter", f"--net={_NETNS / self.namespace}", *argv, env=clean)
 
     def stop(self) -> None:
         """Stop the listening sshd; its sessions continue, as with `systemctl restart ssh`."""
@@ -333,7 +322,4 @@ def require_ssh_network() -> None:
 
 def python_without_torch(directory: Path) -> Path:
     """Write a Python interpreter that starts fast because it sees no installed packages."""
-    path = directory / "plain-python"
-    path.write_text(f'#!/bin/sh\nexec "{sys.executable}" -S "$@"\n')
-    path.chmod(0o755)
-    return path
+    return executable(directory / "plain-python", f'#!/bin/sh\nexec "{sys.executable}" -S "$@"\n')

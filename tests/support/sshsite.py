@@ -5,14 +5,15 @@ from __future__ import annotations
 import subprocess
 import sys
 import textwrap
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from itertools import chain
 from pathlib import Path
 from typing import Any
 
 import pytest
-from procs import wait_until
-from ssh_network import SshHost, SshNetwork, checked_output, python_without_torch
+from launching import new_folder
+from procs import checked_output, wait_until
+from ssh_network import SshHost, SshNetwork, python_without_torch
 
 from clusterjob.backends import base
 from clusterjob.core import job_settings, jobs, polling
@@ -75,9 +76,13 @@ class Site:
             job_settings.make_spec(program, settings, directory=self.directory), settings
         )
 
-    def submit(self, text: str, *args: str, **flags: Any) -> Record:
+    def submit(self, text: str, *args: str, until: Sequence[str] = (), **flags: Any) -> Record:
+        """Submit a script; return the record when its output has the lines ``until``."""
         plan = self.plan(Program("script", self.script(text), args=args), **flags)
-        return jobs.submit(plan, "ssh", detach=True)
+        record = jobs.submit(plan, "ssh", detach=True)
+        if until:
+            wait_for_lines(record, *until)
+        return record
 
     def refused(self, **flags: Any) -> SubmitError:
         """Submit a job that cannot start; fail if files, records or processes remain."""
@@ -129,8 +134,7 @@ class Site:
 
 @pytest.fixture
 def site(ssh_network: SshNetwork, tmp_path: Path) -> Iterator[Site]:
-    directory = tmp_path / "work"
-    directory.mkdir()
+    directory = new_folder(tmp_path / "work")
     for host in ssh_network.hosts.values():
         subprocess.run(["rm", "-rf", host.home / ".clusterjob"], check=True)
     yield Site(ssh_network, directory)

@@ -31,6 +31,7 @@ from typing import Any
 import namespaces
 import pytest
 import yaml
+from launching import executable, new_folder, write_tree
 from namespaces import Machine
 from procs import below, children, missing_programs, wait_until
 
@@ -197,8 +198,7 @@ class Platform:
         )
         run = shlex.join([sys.executable, "-I", "-S", str(client)])
         for name, text in (("volc", f'{find_mlp}\nexec mlp "$@"\n'), ("mlp", f'exec {run} "$@"\n')):
-            (self.bin / name).write_text(f"#!/bin/sh\n{text}")
-            (self.bin / name).chmod(0o755)
+            executable(self.bin / name, f"#!/bin/sh\n{text}")
 
     def close(self) -> None:
         """Stop the service and all workers, and remove their files."""
@@ -222,12 +222,12 @@ class Platform:
 
     def login(self, sk: str = sk) -> None:
         """Write the credentials like `volc configure`."""
-        folder = self.home / ".volc"
-        folder.mkdir(exist_ok=True)
-        (folder / "credentials").write_text(
-            f"[default]\naccess_key_id = {self.ak}\nsecret_access_key = {sk}\n"
+        folder = new_folder(self.home / ".volc")
+        write_tree(
+            folder,
+            credentials=f"[default]\naccess_key_id = {self.ak}\nsecret_access_key = {sk}\n",
+            config=f"[default]\nregion = {self.region}\n",
         )
-        (folder / "config").write_text(f"[default]\nregion = {self.region}\n")
 
     def logout(self) -> None:
         shutil.rmtree(self.home / ".volc")
@@ -413,8 +413,7 @@ class Platform:
         task.enter("Running")
 
     def _launch(self, task: Task, worker: Worker) -> None:
-        folder = self.directory / "tasks" / task.id / str(worker.index)
-        folder.mkdir(parents=True)
+        folder = new_folder(self.directory / "tasks" / task.id / str(worker.index))
         hosts = folder / "hosts"
         hostname = f"{task.id}-worker-{worker.index}"
         hosts.write_text(f"127.0.0.1 localhost\n{worker.machine.address} {hostname}\n")
@@ -428,8 +427,7 @@ class Platform:
             shutil.copytree(task.code, folder / "code")
             mounts.append(f"{folder / 'code'}:{task.conf['RemoteMountCodePath'].rstrip('/')}")
         for storage in task.conf.get("Storages", []):
-            shared = self.directory / "storages" / storage["VepfsId"]
-            shared.mkdir(parents=True, exist_ok=True)
+            shared = new_folder(self.directory / "storages" / storage["VepfsId"])
             mounts.append(f"{shared}:{storage['MountPath']}")
         argv = worker.machine.command(
             "setpriv", "--pdeathsig", "KILL",

@@ -78,7 +78,6 @@ def test_wrong_array_or_sweep_is_refused(text: str, sweep: list[str], error: str
 
 def test_sweep_is_every_combination_with_last_name_fastest() -> None:
     array = arrays.parse("%3", ["lr=0.1,0.01", "seed=0-2"])
-    assert array is not None
     assert (array.indices, array.at_once) == (tuple(range(6)), 3)
     assert [dict(values) for values in array.values] == [
         {"lr": lr, "seed": seed} for lr in ("0.1", "0.01") for seed in ("0", "1", "2")
@@ -105,7 +104,6 @@ def test_sweep_is_every_combination_with_last_name_fastest() -> None:
 )
 def test_sweep_values_are_split_like_csv_and_ranges(item: str, values: list[str]) -> None:
     array = arrays.parse("", [item])
-    assert array is not None
     assert [value for ((_, value),) in array.values] == values
 
 

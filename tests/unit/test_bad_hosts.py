@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 from commands import command
+from launching import new_folder
 
 from clusterjob.core import bad_hosts
 from clusterjob.core.bad_hosts import BadHosts
@@ -31,8 +32,7 @@ def spec_of(tmp_path: Path, hosts: str = "", nodes: int = 1, spares: int = 0) ->
 
 
 def job_that_blamed(tmp_path: Path, *events: dict[str, Any], hosts: str = "") -> Record:
-    job_dir = tmp_path / f"job-{time.monotonic_ns()}"
-    job_dir.mkdir()
+    job_dir = new_folder(tmp_path / f"job-{time.monotonic_ns()}")
     now = datetime.now(timezone.utc).isoformat()
     lines = [
         {"time": now, "event": "avoid", "node_rank": 1, "kind": "device", "why": "CUDA error"}

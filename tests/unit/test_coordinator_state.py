@@ -62,7 +62,6 @@ def test_time_limit_goes_on_on_this_machine_and_stands_still_until_another_reads
     for process, left in ((made.process, 100), ("another pid:[1] 2 3", 160)):
         succession.write_state(tmp_path, replace(made, process=process))
         found = succession.from_disk(tmp_path, 2, "it was killed")
-        assert found is not None
         limit = found.received_at + found.state.lasting.deadline
         assert left - 10 < limit - time.monotonic() <= left
 

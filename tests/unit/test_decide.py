@@ -488,7 +488,6 @@ def test_second_interrupt_stops_without_grace() -> None:
     cluster.say(0, request=Request(cancel="SIGINT on gpu0", interrupt=True, kill=True))
     cluster.decide()
     order = cluster.orders()[1].stop
-    assert order is not None
     assert order.grace == 0.0
 
 
@@ -1087,7 +1086,6 @@ def test_ranks_that_still_run_10_s_after_the_others_are_named_once() -> None:
     [event] = cluster.named("unfinished")
     assert event["text"] == "rank 3 still runs; ranks 0-2 ended 10 s ago"
     probe = cluster.orders()[1].probe
-    assert probe is not None
     assert (probe.ranks, probe.note) == ((3,), event["text"])
 
 

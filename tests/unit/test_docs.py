@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import reference
 import typer
+from launching import ROOT, write_tree
 
 from clusterjob import bootstrap
 from clusterjob.backends.local import backend as local
@@ -21,7 +22,6 @@ from clusterjob.core.spec import JobSpec
 from clusterjob.node.program import Program
 from clusterjob.worker.context import Context
 
-ROOT = Path(__file__).resolve().parents[2]
 DOCS = ROOT / "docs"
 PAGES = sorted(
     [
@@ -111,7 +111,6 @@ def test_scripts_page_lists_init_arguments_and_context_members() -> None:
 def test_architecture_page_tree_equals_package_folders() -> None:
     tree = section(read("architecture.md"), "The tree")
     block = re.search(r"^```\n(.*?)^```$", tree, re.MULTILINE | re.DOTALL)
-    assert block is not None
     ancestors: list[str] = []
     folders = set()
     for line in block[1].splitlines():
@@ -155,7 +154,6 @@ def test_mlp_page_commands_render_with_its_profile(
         page,
         re.MULTILINE,
     )
-    (tmp_path / "clusterjob.toml").write_text(profile)
-    (tmp_path / "train.py").write_text("")
+    write_tree(tmp_path, **{"clusterjob.toml": profile, "train.py": ""})
     monkeypatch.chdir(tmp_path)
     assert [main(["render", *line.split()]) for line in lines] == [0, 0, 0]

@@ -58,7 +58,6 @@ def test_reference_page_names_settings_that_need_trust() -> None:
         read("reference.md"),
         re.DOTALL,
     )
-    assert sentence is not None
     assert set(re.findall(r"`(\w+)`", sentence[1])) == set(OPTIONS) - trust.HARMLESS
 
 

@@ -11,6 +11,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 from test_metrics_file import FACTS, sample
+from written_job import GIB
 
 from clusterjob.cli import efficiency as shown
 from clusterjob.core.records import Record
@@ -21,7 +22,6 @@ from clusterjob.node.metrics.samples import GpuSample, NodeFacts, SampleWriter, 
 from clusterjob.node.system import files
 from clusterjob.node.verdict import JobState, Verdict
 
-GIB = 1 << 30
 BUSY = {"seconds": 3500.0, "idle": 350.0, "mean": 80.0, "peak": 99.0, "memory": 40 * GIB}
 LAZY = BUSY | {"idle": 3000.0}
 UNUSED = BUSY | {"idle": 3500.0, "mean": 0.0, "peak": 0.0}

@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
+from launching import write_tree
 
 from clusterjob.node.logs import ends
 from clusterjob.node.system import files
@@ -21,10 +22,10 @@ def job_dir(tmp_path: Path) -> Path:
 def test_ends_are_read_in_node_order(job_dir: Path) -> None:
     for node_rank in (10, 2, 0):
         ends.write(job_dir, node_rank, end={"state": "FAILED"})
-    (job_dir / "ends" / "node3.json").write_text("[1, 2")
-    (job_dir / "ends" / "node4.json").write_text(
-        '{"node_rank": 0, "state": "SUCCEEDED"}'
-    )  # written by a host for another node
+    write_tree(
+        job_dir,
+        **{"ends/node3.json": "[1, 2", "ends/node4.json": '{"node_rank": 0, "state": "SUCCEEDED"}'},
+    )
     assert [(end["node_rank"], end["state"]) for end in ends.written(job_dir)] == [
         (0, "FAILED"),
         (2, "FAILED"),
@@ -50,9 +51,14 @@ def test_ends_are_read_in_node_order(job_dir: Path) -> None:
 def test_refusal_file_is_read_as_failure_of_its_node(
     job_dir: Path, text: str, code: int, host: str, message: str
 ) -> None:
-    (job_dir / "ends" / "node4.refused").write_text(text)
-    (job_dir / "ends" / "nodex.refused").write_text("1\nh: no node's name")
-    (job_dir / "ends" / "node5.refused.part").write_text("1\nh: not whole yet")
+    write_tree(
+        job_dir,
+        **{
+            "ends/node4.refused": text,
+            "ends/nodex.refused": "1\nh: no node's name",
+            "ends/node5.refused.part": "1\nh: not whole yet",
+        },
+    )
     log = job_dir / "logs" / "node4" / "agent.log"
     log.parent.mkdir(parents=True)
     log.write_text("module: not found\n")
@@ -69,10 +75,15 @@ def test_refusal_file_is_read_as_failure_of_its_node(
 
 def test_long_texts_in_ends_and_refusals_are_truncated(job_dir: Path) -> None:
     ends.write(job_dir, 0, end={"state": "LOST"})
-    (job_dir / "ends" / "node1.json").write_text(
-        json.dumps({"node_rank": 1, "state": "LOST", "reason": "x" * 1_000_000})
+    write_tree(
+        job_dir,
+        **{
+            "ends/node1.json": json.dumps(
+                {"node_rank": 1, "state": "LOST", "reason": "x" * 1_000_000}
+            ),
+            "ends/node1.refused": f"1\n{'h' * 100_000}: {'x' * 100_000}",
+        },
     )
-    (job_dir / "ends" / "node1.refused").write_text(f"1\n{'h' * 100_000}: {'x' * 100_000}")
     assert [len(end["reason"]) for end in ends.written(job_dir)] == [0, 4000]
     (refusal,) = ends.refusals(job_dir)
     assert (len(refusal.host), len(refusal.message)) == (4000, 4000)
@@ -147,7 +158,6 @@ def test_newest_job_that_continues_is_read(job_dir: Path) -> None:
         (ends.directory(job_dir) / f"next.{attempt}").write_text(text)
     (ends.directory(job_dir) / "next.10.part").write_text("5\n")
     found = ends.next_job(job_dir)
-    assert found is not None
     assert found[0] == "4294901760"
     for text in ("--all\n", "x" * 100):  # not the script's
         (ends.directory(job_dir) / "next.11").write_text(text)

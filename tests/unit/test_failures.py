@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 
 import pytest
-from procs import WITH_TORCH, Job
-
-MakeJob = Callable[..., Job]
+from procs import WITH_TORCH, Job, MakeJob
 
 
 def failure_of(job: Job) -> dict[str, str]:
@@ -33,8 +30,7 @@ def test_printed_traceback_before_exit_gives_exception_as_message(
             )
             sys.exit(1)
     """)
-    job.start(0, "--start", mode, script)
-    assert job.wait() == [1]
+    job.run("--start", mode, script, code=1)
     exit_text = {"fork": "sys.exit(1)", "exec": "exited with code 1"}[mode]
     failure = failure_of(job)
     assert failure["message"] == f"ValueError: boom ({exit_text})"
@@ -57,8 +53,7 @@ def test_c10d_warnings_are_removed_from_last_lines(make_job: MakeJob) -> None:
         print("\\n".join([{warning!r}] * 40), file=sys.stderr)
         os._exit(3)
     """)
-    job.start(0, "--start", "exec", script)
-    assert job.wait() == [3]
+    job.run("--start", "exec", script, code=3)
     assert failure_of(job)["last_lines"] == ["out of data"]
     assert not failure_of(job)["effect"]  # the text does not mention a lost peer
 
@@ -69,8 +64,7 @@ def test_nccl_without_gpu_gives_hint_to_use_gloo(make_job: MakeJob) -> None:
         import torch.distributed as dist
         dist.init_process_group("nccl")
     """)
-    job.start(0, "--start", "fork", script, python=WITH_TORCH, env={"CUDA_VISIBLE_DEVICES": ""})
-    assert job.wait() == [1]
+    job.run("--start", "fork", script, python=WITH_TORCH, env={"CUDA_VISIBLE_DEVICES": ""}, code=1)
     message = failure_of(job)["message"]
     assert "NCCL" in message
     assert message.endswith(

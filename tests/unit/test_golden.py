@@ -19,6 +19,7 @@ from typing import Any
 from unittest import mock
 
 import pytest
+from launching import write_tree
 
 from clusterjob.cli import main
 
@@ -144,12 +145,15 @@ def project(home: Path) -> Iterator[Path]:
     workdir = home / "project"
     (workdir / "my project").mkdir(parents=True)
     for folder in (workdir, workdir / "my project"):
-        (folder / "train.py").write_text("print(1)\n")
-        (folder / "secret.txt").write_text("s3cret\n")
-        (folder / "mine.sh.j2").write_text(
-            "#!/bin/bash\necho {{ job_id|sh }} in {{ workdir|sh }}\n"
+        write_tree(
+            folder,
+            **{
+                "train.py": "print(1)\n",
+                "secret.txt": "s3cret\n",
+                "mine.sh.j2": "#!/bin/bash\necho {{ job_id|sh }} in {{ workdir|sh }}\n",
+                "image.sif": "",
+            },
         )
-        (folder / "image.sif").write_text("")
     variables = {
         "PATH": os.defpath, "HOME": str(home), "CLUSTERJOB_HOME": str(home / "state"),
         "CUDA_VISIBLE_DEVICES": "", "USER": "me", "XDG_CONFIG_HOME": str(home / "config"),

@@ -15,8 +15,6 @@ from procs import TEST_TIMEOUT
 
 from clusterjob.node.system import devices
 
-GIB = 1 << 30
-
 
 @pytest.fixture
 def smi(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeSmi]:

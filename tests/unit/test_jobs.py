@@ -180,8 +180,7 @@ def test_wrong_number_is_refused_and_not_replaced_by_a_default(
 
 
 def test_workdir_is_relative_to_directory_of_command(work: Path) -> None:
-    (work / "sub").mkdir()
-    (work / "sub" / "script.py").touch()
+    write_tree(work, **{"sub/script.py": ""})
     assert spec_of(work).workdir == work
     assert spec_of(work, workdir=Path("sub")).workdir == work / "sub"
     assert spec_of(Path("/"), workdir=work / "sub").workdir == work / "sub"
@@ -238,7 +237,6 @@ def test_submitted_job_has_record_with_handle(make_plan: MakePlan) -> None:
         "job_id": plan.job_id, "name": "a name", "cluster": "lab", "backend": "local", "nodes": 2,
         "job_dir": str(plan.job_dir), "end": None,
     }.items()  # fmt: skip
-    assert record.handle is not None
     assert (record.handle.backend, record.handle.id) == ("local", plan.job_id)
     assert [agent["node_rank"] for agent in record.handle.data["agents"]] == [0, 1]
     assert polling.wait(record).state is JobState.SUCCEEDED

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from launching import new_folder
 from written_job import lines_of
 
 from clusterjob.node.logs import log_files
@@ -20,8 +21,7 @@ class Node:
     """One node's log files, written as workers and the agent write them."""
 
     def __init__(self, job_dir: Path, node_rank: int) -> None:
-        self.directory = log_files.node_directory(job_dir, node_rank)
-        self.directory.mkdir(parents=True)
+        self.directory = new_folder(log_files.node_directory(job_dir, node_rank))
         self.timeline = Timeline(self.directory)
 
     def write(self, name: str, data: bytes | str, *, note: bool = True) -> None:

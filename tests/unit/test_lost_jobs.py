@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
+from launching import new_folder
+
 from clusterjob.backends import shared
 from clusterjob.backends.job_progress import Progress
 from clusterjob.node.logs import ends
@@ -20,8 +22,7 @@ def lost(job_dir: Path) -> str:
 def test_lost_job_names_when_each_node_was_seen_last(tmp_path: Path) -> None:
     """Both agents were frozen, then killed: neither has written an end."""
     for node, last in enumerate((3600.0, 3665.0)):
-        folder = node_directory(tmp_path, node)
-        folder.mkdir(parents=True)
+        folder = new_folder(node_directory(tmp_path, node))
         for name, at in (("rank.out", last - 9), ("phases.jsonl", last)):
             (folder / name).touch()
             os.utime(folder / name, (at, at))

@@ -14,7 +14,7 @@ from typing import Any
 from unittest.mock import Mock
 
 import pytest
-from launching import write_tree
+from launching import executable, new_folder, write_tree
 
 from clusterjob.backends.base import Status
 from clusterjob.backends.batch_command import attempts
@@ -38,8 +38,7 @@ def record(job_id: str, directory: Path, **more: Any) -> Record:
         "options": {"poll": "0.001"} | more.pop("options", {}),
         "max_restarts": more.pop("max_restarts", 0),
     }
-    job_dir = directory / job_id
-    job_dir.mkdir()
+    job_dir = new_folder(directory / job_id)
     fields = {
         "handle": Handle("mlp", "t-1", data={"ids": ["t-1"], "account": {}, "at": time.time()})
     } | more
@@ -364,7 +363,6 @@ def test_end_without_verdict_uses_platform_state_after_wait_for_log(
     assert "waiting for the rest of its log" in first.reason
     age_task_ends(job, ended)
     found = status_of(job, ended, workers=instances)
-    assert found.verdict is not None
     assert (found.state.value, found.verdict.exit_code) == expected[:2]
     assert expected[2] in found.reason
 
@@ -418,7 +416,6 @@ def test_workers_killed_by_platform_signal_are_not_reported_as_failed(
     if cancelled:
         ends.cancel(job.job_dir)
     found = status_of(job, ended, workers=[worker(task_status, code)], lines=[line])
-    assert found.verdict is not None
     assert (found.state.value, found.verdict.exit_code) == expected
 
 
@@ -433,7 +430,6 @@ def test_task_to_retry_is_pending_until_last_attempt_or_timeout(tmp_path: Path) 
         == "the platform starts it again (attempt 2 of 2); it was failed: rank 1 failed"
     )
     last = status_of(job, second, **log)
-    assert last.verdict is not None
     found = (last.state, last.restarts, last.verdict.attempt, last.verdict.exit_code)
     assert found == (JobState.FAILED, 1, 1, 5)
     other = record("b", tmp_path, max_restarts=1, options={"retry_interval": "100"})
@@ -548,10 +544,9 @@ def test_fetch_from_platform_is_refused(tmp_path: Path) -> None:
 def test_command_uses_profile_of_job_instead_of_shell_account(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    (tmp_path / "volc").write_text(
-        '#!/bin/sh\necho "${VOLC_PROFILE-unset} ${VOLC_REGION-unset} $VOLC_AK"\n'
+    executable(
+        tmp_path / "volc", '#!/bin/sh\necho "${VOLC_PROFILE-unset} ${VOLC_REGION-unset} $VOLC_AK"\n'
     )
-    (tmp_path / "volc").chmod(0o700)
     variables = {"VOLC_PROFILE": "other", "VOLC_REGION": "cn-shanghai", "VOLC_AK": "a key"}
     for name, value in {"PATH": str(tmp_path), **variables}.items():
         monkeypatch.setenv(name, value)

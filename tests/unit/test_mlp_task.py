@@ -16,6 +16,7 @@ import pytest
 import yaml
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from launching import executable, new_folder, write_tree
 
 from clusterjob.backends.mlp import backend, task
 from clusterjob.backends.slurm import flags
@@ -104,9 +105,7 @@ def test_hostile_values_stay_data_in_task_and_entry_script(
     }
     if load_yaml(options["storages"]) != storages:
         options["storages"] = render.yaml(storages)
-    printer = tmp_path / "python"
-    printer.write_text('#!/bin/bash\nprintf \'%s\\0\' "$VALUE" "$@"\n')
-    printer.chmod(0o700)
+    printer = executable(tmp_path / "python", '#!/bin/bash\nprintf \'%s\\0\' "$VALUE" "$@"\n')
     spec = make(
         tmp_path,
         python=str(printer),
@@ -144,8 +143,7 @@ def run_entry(directory: Path, plan: Plan) -> list[str]:
 
     The interpreter of the job only prints them.
     """
-    own = directory / "there" / "clusterjob-entry"
-    own.mkdir(parents=True, exist_ok=True)
+    own = new_folder(directory / "there" / "clusterjob-entry")
     (own / "kept").write_bytes(b"")
     (own / "entry.sh").write_bytes(plan.files[-1].data)
     ran = subprocess.run(
@@ -306,14 +304,18 @@ def test_secrets_are_filled_in_by_name_and_by_field() -> None:
 
 
 def test_lists_and_tables_of_cluster_configuration_are_options(tmp_path: Path) -> None:
-    (tmp_path / "clusterjob.toml").write_text(
-        '[clusters.vemlp]\nbackend = "mlp"\n[clusters.vemlp.set]\nimage = "i"\nqueue = "train"\n'
-        'flavors = {"ml.b" = 8}\n'
-        "preemptible = true\n"
-        'storages = [{Type = "Tos", MountPath = "/it\'s", Bucket = "b"}]\n'
-        "RetryOptions.IntervalSeconds = 9\n"
+    write_tree(
+        tmp_path,
+        **{
+            "clusterjob.toml": '[clusters.vemlp]\nbackend = "mlp"\n[clusters.vemlp.set]\n'
+            'image = "i"\nqueue = "train"\n'
+            'flavors = {"ml.b" = 8}\n'
+            "preemptible = true\n"
+            'storages = [{Type = "Tos", MountPath = "/it\'s", Bucket = "b"}]\n'
+            "RetryOptions.IntervalSeconds = 9\n",
+            "train.py": "",
+        },
     )
-    (tmp_path / "train.py").write_text("")
     found = job_settings.resolve({"gpus_per_node": "8"}, "vemlp", directory=tmp_path)
     spec = job_settings.make_spec(Program("script", "train.py"), found, directory=tmp_path)
     fields = planned(jobs.plan(spec, found))

@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from launching import new_folder
 from procs import TEST_TIMEOUT, alive, wait_until
 from servers import silent, webhook
 
@@ -340,8 +341,7 @@ def element(index: int, kind: str, state: str, *, final: bool = False) -> Event:
 
 
 def merge(root: Path, event: Event, elements: int = 3) -> list[Event]:
-    directory = root / "elements" / event["job_id"].partition("_")[2]
-    directory.mkdir(parents=True, exist_ok=True)
+    directory = new_folder(root / "elements" / event["job_id"].partition("_")[2])
     return events_of_array(event, directory, elements)
 
 

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import typer
+from launching import write_tree
 from typer.testing import CliRunner
 
 from clusterjob.backends import shared
@@ -195,8 +196,7 @@ def test_no_option_is_without_effect_in_silence(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cluster: str
 ) -> None:
     """Each changes the plan, is noted, or is refused."""
-    (tmp_path / "train.py").write_text("pass")
-    (tmp_path / "hosts").write_text("h6\n")
+    write_tree(tmp_path, **{"train.py": "pass", "hosts": "h6\n"})
     monkeypatch.setattr(shared, "new_directory", lambda _: ("train-000000", tmp_path / "job"))
     monkeypatch.setattr(slurm_submit, "largest_array", lambda _: 1001)
     fixed = CLUSTERS[cluster]

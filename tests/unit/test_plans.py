@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from launching import write_tree
 
 from clusterjob.core.plans import Plan, PlannedCommand, PlannedFile, new_id, token_file, write_files
 from clusterjob.core.spec import JobSpec
@@ -130,8 +131,7 @@ def test_each_job_has_its_own_token(tmp_path: Path) -> None:
 
 
 def test_existing_directory_is_refused_and_unchanged(tmp_path: Path) -> None:
-    (tmp_path / "job").mkdir()
-    (tmp_path / "job" / "mine").touch()
+    write_tree(tmp_path, **{"job/mine": ""})
     with pytest.raises(RecordError, match="cannot be made: File exists") as caught:
         write_files(plan_in(tmp_path / "job"))
     assert "CLUSTERJOB_HOME" in caught.value.hint

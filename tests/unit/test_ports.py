@@ -114,7 +114,6 @@ def round_of(*nodes: int, agent_store: bool) -> dict[int, World]:
 def test_all_nodes_get_the_port_of_the_store() -> None:
     worlds = round_of(2, 0, 1, agent_store=True)
     found, store = with_store(worlds, HELLOS, NODE_1, "127.0.0.1", job=JOB)
-    assert store is not None
     with store:
         port = store.getsockname()[1]
     assert list(found) == [2, 0, 1]

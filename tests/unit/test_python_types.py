@@ -13,13 +13,12 @@ from pathlib import Path
 
 import job_options
 import pytest
+from launching import ROOT
 from procs import TEST_TIMEOUT
 
-import clusterjob
 from clusterjob.api.job_options import JobOptions
 from clusterjob.core.options import OPTIONS, read_setting
 
-SOURCE = Path(clusterjob.__file__).parent.parent
 SCRIPT = Path(__file__).parent.parent / "support" / "typed_script.py"
 WRONG = {
     number
@@ -58,7 +57,7 @@ def test_pyright_accepts_script_and_finds_wrong_lines(tmp_path: Path) -> None:
     if importlib.util.find_spec("basedpyright") is None:
         pytest.skip("basedpyright is missing: pip install basedpyright")
     shutil.copy(SCRIPT, tmp_path / "script.py")
-    settings = {"typeCheckingMode": "strict", "extraPaths": [str(SOURCE)]}
+    settings = {"typeCheckingMode": "strict", "extraPaths": [str(ROOT)]}
     (tmp_path / "pyrightconfig.json").write_text(json.dumps(settings))
     done = subprocess.run(
         [sys.executable, "-m", "basedpyright", "--outputjson", "--pythonpath", sys.executable, "."],
@@ -82,7 +81,7 @@ def test_mypy_accepts_script_and_finds_wrong_lines(tmp_path: Path) -> None:
         text=True,
         timeout=4 * TEST_TIMEOUT,
         check=False,
-        env={**os.environ, "MYPYPATH": str(SOURCE)},
+        env={**os.environ, "MYPYPATH": str(ROOT)},
     )
     lines = re.findall(r"^script\.py:(\d+): error", done.stdout, re.MULTILINE)
     assert {int(line) for line in lines} == WRONG, done.stdout

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from launching import executable, new_folder
 from procs import TEST_TIMEOUT
 
 from clusterjob.core.render import (
@@ -296,8 +297,7 @@ class Recorder:
             "import json, os, sys;print(json.dumps([os.getcwd(), sys.argv[1:], dict(os.environ)]))"
         )
         command = shlex.join([sys.executable, "-X", "utf8", "-SE", "-c", printer])
-        self.python.write_text(f'#!/bin/sh\nexec {command} "$@"\n')
-        self.python.chmod(0o755)
+        executable(self.python, f'#!/bin/sh\nexec {command} "$@"\n')
 
     def run(
         self, script: str, job_dir: Path, variables: dict[str, str] | None = None
@@ -334,8 +334,7 @@ def recorder(tmp_path_factory: pytest.TempPathFactory) -> Recorder:
 def test_hostile_values_reach_program_byte_for_byte(
     recorder: Recorder, env: dict[str, str], workdir: str, args: list[str], target: str, name: str
 ) -> None:
-    place = recorder.directory / "places" / workdir
-    place.mkdir(parents=True, exist_ok=True)
+    place = new_folder(recorder.directory / "places" / workdir)
     (place / target).write_text("")
     job_dir = recorder.directory / "jobs" / name
     spec = JobSpec(

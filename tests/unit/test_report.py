@@ -140,7 +140,6 @@ def test_report_loads_nothing_and_allows_only_its_own_style_and_script(tmp_path:
 
 def test_hostile_text_is_escaped_and_has_no_control_characters(tmp_path: Path) -> None:
     record = WrittenJob(tmp_path, restarts=1).write()
-    assert record.verdict is not None
     assert record.verdict.failure is not None
     failure = replace(record.verdict.failure, host=HOSTILE)
     text = report_of(record, ended(replace(record.verdict, failure=failure)))

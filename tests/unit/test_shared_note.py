@@ -7,6 +7,7 @@ import os
 import signal
 from pathlib import Path
 
+from launching import new_folder
 from written_job import lines_of
 
 from clusterjob.node.logs.console import LineWriter
@@ -50,8 +51,7 @@ def test_value_that_is_too_long_is_not_written() -> None:
 
 
 def test_reader_continues_at_the_positions_of_another(tmp_path: Path) -> None:
-    directory = node_directory(tmp_path, 0)
-    directory.mkdir(parents=True)
+    directory = new_folder(node_directory(tmp_path, 0))
     log = directory / "rank0.out"
     log.write_bytes(b"one\ntwo\nunfin")
     Timeline(directory).note()

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from launching import executable
 
 from clusterjob.errors import PlacementError
 from clusterjob.node.environments import slurm_env, this_node
@@ -24,13 +25,12 @@ def no_scontrol(tmp_path: Path) -> dict[str, str]:
 @pytest.fixture
 def scontrol(tmp_path: Path) -> dict[str, str]:
     """Return an environment with an scontrol that writes its arguments into the file `asked`."""
-    program = tmp_path / "scontrol"
-    program.write_text(
+    executable(
+        tmp_path / "scontrol",
         f'#!/bin/sh\necho "$*" >> {tmp_path}/asked\n'
         "echo 'NodeName=x Arch=x86_64 NodeAddr=192.0.2.9 NodeHostName=y'\n"
-        "case $4 in *[*) echo 'NodeName=y NodeAddr=192.0.2.10';; esac\n"
+        "case $4 in *[*) echo 'NodeName=y NodeAddr=192.0.2.10';; esac\n",
     )
-    program.chmod(0o700)
     return {"PATH": f"{tmp_path}:/bin:/usr/bin"}
 
 

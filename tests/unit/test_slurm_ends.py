@@ -98,7 +98,6 @@ def test_task_that_failed_before_srun_stopped_others_is_root_cause(job_dir: Path
         ended.reason
         == "rank 3 (node 1, local rank 1, host n4): ValueError: boom (exited with code 1)"
     )
-    assert ended.failure is not None
     assert ended.failure.last_lines[-1] == "ValueError: boom"
     others = sorted((each.rank, each.host, each.signal) for each in ended.consequences)
     assert others == [(0, "n3", "SIGTERM"), (1, "n3", "SIGTERM"), (2, "n4", "SIGTERM")]

@@ -90,7 +90,6 @@ def test_pieces_that_a_wrapper_submits_without_ids_are_all_found(
     monkeypatch.setattr(submit, "ask", lambda _: next(shown))
     assert submit.submit_pieces(Client(), plan(tmp_path, pieces=2)) == (["9", "10"], None)
     handle = status.adopt(record(tmp_path), rows(10, 9), {})
-    assert handle is not None
     assert (handle.id, handle.data["ids"]) == ("9", ["9", "10"])
 
 

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from launching import write_tree
+from launching import new_folder, write_tree
 
 from clusterjob.core.snapshot import source, stat_cache, store
 from clusterjob.core.snapshot.source import CodeSource
@@ -47,8 +47,7 @@ class Project:
         """Submit a job; return its copy of the project's top directory."""
         self.jobs += 1
         code = self.source(below, limit)
-        job_dir = self.home / "jobs" / f"job-{self.jobs}"
-        job_dir.mkdir()
+        job_dir = new_folder(self.home / "jobs" / f"job-{self.jobs}")
         store.place(self.home, code.top.name, store.take(self.home, code), job_dir)
         return (job_dir / "code").resolve()
 
@@ -260,7 +259,6 @@ def test_home_directory_has_no_snapshot_but_script_below_it_has(
             assert CodeSource.of(workdir, program, 100) is None
         script = Program("script", str(project.root / "pkg/a.py"))
         code = CodeSource.of(workdir, script, 100)
-        assert code is not None
         assert code.root == project.root / "pkg"
     assert CodeSource.of(project.root, SCRIPT, 100) is None
 
@@ -345,11 +343,9 @@ def test_script_comes_from_snapshot_and_arguments_do_not(
 def test_script_outside_working_directory_brings_its_own(
     project: Project, tmp_path: Path, target: str
 ) -> None:
-    elsewhere = tmp_path / "run"
-    elsewhere.mkdir()
+    elsewhere = new_folder(tmp_path / "run")
     program = Program("script", target.format(root=project.root))
     code = CodeSource.of(elsewhere, program, 100)
-    assert code is not None
     assert code.root == project.root
     mapped = code.program(program, elsewhere, job_dir=Path("/j"))
     assert mapped.target == "/j/code/train.py"

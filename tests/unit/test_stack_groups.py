@@ -14,6 +14,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from inside_job import ScriptedNodes, record_of
+from launching import new_folder
 
 from clusterjob.cli import main
 from clusterjob.core.records import Record
@@ -441,8 +442,7 @@ def test_foreign_text_is_shown_without_control_characters(
 
 
 def save(made: Record, node: int, name: str, data: Any) -> None:
-    directory = made.job_dir / "logs" / f"node{node}"
-    directory.mkdir(parents=True, exist_ok=True)
+    directory = new_folder(made.job_dir / "logs" / f"node{node}")
     text = data if isinstance(data, str) else json.dumps(data)
     (directory / name).write_text(text)
 

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from launching import write_tree
+from launching import executable, write_tree
 
 from clusterjob.core.hosts import Host
 from clusterjob.errors import HostError, SpecError
@@ -62,8 +62,7 @@ def test_auto_uses_openssh_for_what_paramiko_lacks(tmp_path: Path) -> None:
 
 
 def test_kerberos_ticket_selects_openssh(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "klist").write_text('#!/bin/sh\n[ "$1 $KRB5CCNAME" = "-s FILE:mine" ]\n')
-    (tmp_path / "klist").chmod(0o755)
+    executable(tmp_path / "klist", '#!/bin/sh\n[ "$1 $KRB5CCNAME" = "-s FILE:mine" ]\n')
     assert not needs(gssapi=True)
     monkeypatch.setenv("KRB5CCNAME", "FILE:mine")
     assert (needs(gssapi=True), needs(gssapi=False)) == (True, False)

@@ -7,6 +7,7 @@ import time
 from pathlib import Path
 
 import pytest
+from launching import new_folder
 
 from clusterjob.core.spec import JobSpec
 from clusterjob.errors import SpecError
@@ -35,8 +36,7 @@ class Job:
 
     def __init__(self, directory: Path, **options: object) -> None:
         self.directory = directory
-        self.saved = directory / "out"
-        self.saved.mkdir()
+        self.saved = new_folder(directory / "out")
         ends.directory(directory).mkdir()
         self.options = LaunchOptions(
             PROGRAM, **{"until_done": True, "checkpoint_dir": str(self.saved), **options}

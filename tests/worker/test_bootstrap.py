@@ -15,17 +15,14 @@ from typing import Any
 
 import pytest
 from launching import (
-    MARGIN,
     TEST_TIMEOUT,
     finish,
     free_port,
     launch,
     rank_reports,
-    rank_variables,
     run,
     script,
     start_manually,
-    timeout_seconds,
 )
 from preloaded import Preloaded
 
@@ -43,8 +40,7 @@ def test_bootstrap_import_loads_only_standard_library_and_clusterjob(tmp_path: P
         "import sys; before = set(sys.modules); "
         "import clusterjob.bootstrap; print(*set(sys.modules) - before)"
     )
-    ran = run([sys.executable, "-c", code], tmp_path)
-    assert ran.code == 0, ran.err
+    ran = run([sys.executable, "-c", code], tmp_path, code=0)
     loaded = {name.partition(".")[0] for name in ran.out.split()}
     assert loaded <= set(sys.stdlib_module_names) | {"clusterjob"}
     assert "clusterjob" in loaded
@@ -183,10 +179,9 @@ ALL_FEATURES = """
 
 
 # A worker started by exec differs from one of torchrun only in its variables.
-@pytest.mark.parametrize("launcher", ["fork", "torchrun"])
+@pytest.mark.parametrize("launcher", ["fork", pytest.param("torchrun", marks=pytest.mark.slow)])
 def test_context_reduces_wraps_and_samples_on_two_ranks(tmp_path: Path, launcher: str) -> None:
-    ran = launch(launcher, 2, [script(tmp_path, ALL_FEATURES)], tmp_path)
-    assert ran.code == 0, ran.err
+    ran = launch(launcher, 2, [script(tmp_path, ALL_FEATURES)], tmp_path, code=0)
     hellos = [line for line in ran.out.splitlines() if "hello" in line]
     assert [line.endswith("hello from - 0") for line in hellos] == [True]
     assert "arning" not in ran.err  # torch warns of a group that is not destroyed
@@ -235,13 +230,15 @@ SINGLE_PROCESS = """
     ],
 )
 def test_single_process_has_a_process_group_only_if_launched_or_asked(
-    tmp_path: Path, launcher: str, options: dict[str, bool], source: str, backend: str | None
+    tmp_path: Path,
+    preloaded: Preloaded,
+    launcher: str,
+    options: dict[str, bool],
+    source: str,
+    backend: str | None,
 ) -> None:
     argv = [script(tmp_path, SINGLE_PROCESS), json.dumps([options, source, backend])]
-    if launcher:
-        ran = launch(launcher, 1, argv, tmp_path)
-    else:
-        ran = run([sys.executable, *argv], tmp_path)
+    ran = launch(launcher, 1, argv, tmp_path) if launcher else preloaded.run(argv, tmp_path)
     assert (ran.code, "alone" in ran.out, "arning" in ran.err) == (0, True, False), ran.err
 
 
@@ -268,8 +265,7 @@ def test_reduce_and_barrier_without_process_group_are_refused(
     """
     started = start_manually(preloaded, 2, [script(tmp_path, text)], tmp_path)
     for rank, process in enumerate(started):
-        ran = finish(process)
-        assert ran.code == 0, ran.err
+        ran = finish(process, code=0)
         assert ran.out == f"fine {rank}\n"
 
 
@@ -322,17 +318,6 @@ def test_incomplete_or_node_variables_are_refused_before_torch_import(
 def test_init_refuses_invalid_arguments(options: dict[str, Any], message: str) -> None:
     with pytest.raises(UsageError, match=message):
         bootstrap.init(**options)
-
-
-def test_init_without_rank_0_fails_after_timeout(tmp_path: Path, preloaded: Preloaded) -> None:
-    text = "from clusterjob import bootstrap\nbootstrap.init(timeout=1)\n"
-    port = free_port()
-    ran = preloaded.run([script(tmp_path, text)], tmp_path, rank_variables(1, 2, port))
-    assert ran.code == 1
-    last = next(line for line in reversed(ran.err.splitlines()) if "RendezvousError: " in line)
-    assert "Connection refused; gave up after " in last
-    assert 1 <= timeout_seconds(last) <= 1 + MARGIN
-    assert f"cannot reach rank 0 at 127.0.0.1:{port}: " in last
 
 
 # -- devices ---------------------------------------------------------------------------------------
@@ -391,8 +376,7 @@ def test_process_group_of_script_is_used_and_not_destroyed(tmp_path: Path) -> No
         assert not dist.is_initialized()
         print("fine", ctx.rank)
     """
-    ran = launch("fork", 2, [script(tmp_path, text)], tmp_path)
-    assert ran.code == 0, ran.err
+    ran = launch("fork", 2, [script(tmp_path, text)], tmp_path, code=0)
     assert "fine 0" in ran.out
     assert "fine 1" in ran.out
 
@@ -418,8 +402,7 @@ def test_process_group_without_launcher_has_local_ranks(
         if __name__ == "__main__":
             mp.start_processes(work, nprocs=2, start_method="fork")
     """
-    ran = preloaded.run([script(tmp_path, text)], tmp_path)
-    assert ran.code == 0, ran.err
+    preloaded.run([script(tmp_path, text)], tmp_path, code=0)
 
 
 def test_init_accepts_manual_rank_assignment(tmp_path: Path, preloaded: Preloaded) -> None:
@@ -557,54 +540,20 @@ SUMS = """
 """
 
 
-def run_slurm_tasks(
-    preloaded: Preloaded, directory: Path, tasks: list[dict[str, str]], **common: str
-) -> list[Any]:
-    path = script(directory, SUMS)
-    step = {
-        "SLURM_JOB_ID": str(os.getpid()),
-        "SLURM_STEP_ID": "0",
-        "SLURM_STEP_NODELIST": "no-such-node-[1-2]",
-    } | common
-    processes = [preloaded.start([path], directory, step | task) for task in tasks]
-    for process in processes:
-        ran = finish(process)
-        assert ran.code == 0, ran.err
-    return rank_reports(directory, len(tasks))
-
-
 def test_slurm_tasks_form_process_group_without_agent(tmp_path: Path, preloaded: Preloaded) -> None:
-    one_node = {
-        "SLURM_STEP_NUM_NODES": "1",
-        "SLURM_STEP_NUM_TASKS": "3",
-        "SLURM_STEP_TASKS_PER_NODE": "3",
-        "SLURM_NODEID": "0",
-    }
-    ranks = run_slurm_tasks(
-        preloaded,
-        tmp_path,
-        [{"SLURM_PROCID": str(rank), "SLURM_LOCALID": str(rank)} for rank in range(3)],
-        **one_node,
-    )
+    path = script(tmp_path, SUMS)
+    step = {
+        "SLURM_JOB_ID": str(os.getpid()), "SLURM_STEP_ID": "0",
+        "SLURM_STEP_NODELIST": "no-such-node-1", "SLURM_STEP_NUM_NODES": "1",
+        "SLURM_STEP_NUM_TASKS": "3", "SLURM_STEP_TASKS_PER_NODE": "3", "SLURM_NODEID": "0",
+    }  # fmt: skip
+    tasks = [step | {"SLURM_PROCID": str(rank), "SLURM_LOCALID": str(rank)} for rank in range(3)]
+    for process in [preloaded.start([path], tmp_path, task) for task in tasks]:
+        finish(process, code=0)
+    ranks = rank_reports(tmp_path, 3)
     port = ranks[0][6]
     assert 20000 <= port < 32000
     assert ranks == [[rank, 3, 3, 0, 1, "slurm", port, 6.0] for rank in range(3)]
-
-
-def test_one_slurm_task_per_node_has_local_rank_0(tmp_path: Path, preloaded: Preloaded) -> None:
-    port = free_port()
-    two_nodes = {
-        "SLURM_STEP_NUM_NODES": "2", "SLURM_STEP_NUM_TASKS": "2",
-        "SLURM_STEP_TASKS_PER_NODE": "1(x2)", "SLURM_LOCALID": "0",
-        "CLUSTERJOB_MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port),
-    }  # fmt: skip
-    ranks = run_slurm_tasks(
-        preloaded,
-        tmp_path,
-        [{"SLURM_PROCID": str(rank), "SLURM_NODEID": str(rank)} for rank in range(2)],
-        **two_nodes,
-    )
-    assert ranks == [[0, 1, 2, rank, 2, "slurm", port, 3.0] for rank in range(2)]
 
 
 @pytest.mark.parametrize("nproc", [None, 1, 4])

@@ -214,8 +214,7 @@ KILLED_SAVES = """
 
 @pytest.mark.parametrize("kind", ["whole", pytest.param("sharded", marks=pytest.mark.slow)])
 def test_kill_at_each_operation_of_save_leaves_loadable_state(tmp_path: Path, kind: str) -> None:
-    ran = run([sys.executable, script(tmp_path, KILLED_SAVES), kind], tmp_path)
-    assert ran.code == 0, ran.err
+    ran = run([sys.executable, script(tmp_path, KILLED_SAVES), kind], tmp_path, code=0)
     assert int(ran.out) >= 10
 
 
@@ -243,8 +242,7 @@ def test_ranks_agree_on_what_is_loaded_and_whether_it_is_saved(tmp_path: Path) -
             except errors.CheckpointError as error:
                 print(ctx.rank, error)
         """
-    ran = launch("fork", 2, [script(tmp_path, text)], tmp_path)
-    assert ran.code == 0, ran.err
+    ran = launch("fork", 2, [script(tmp_path, text)], tmp_path, code=0)
     for rank in range(2):
         assert f"{rank} {{'of': 0, 'step': 1}} 1" in ran.out
     assert "1 step 1 cannot be saved in file: another process failed" in ran.out
@@ -263,8 +261,7 @@ def test_failed_save_is_blamed_on_rank_0_alone(tmp_path: Path) -> None:
                 time.sleep(0.05 * ctx.is_main)  # the other rank reports its error first
                 raise
         """
-    ran = launch("fork", 2, [script(tmp_path, text)], tmp_path)
-    assert ran.code == 1
+    ran = launch("fork", 2, [script(tmp_path, text)], tmp_path, code=1)
     assert "FAILED: rank 0 " in ran.err
     assert "saved: [Errno" in ran.err.rpartition("FAILED: ")[2]
 
@@ -294,12 +291,10 @@ SHARDED = """
 @pytest.mark.slow
 def test_torn_sharded_checkpoint_is_skipped_by_all_ranks(tmp_path: Path) -> None:
     program = script(tmp_path, SHARDED)
-    ran = launch("fork", 2, [program], tmp_path)
-    assert ran.code == 0, ran.err
+    ran = launch("fork", 2, [program], tmp_path, code=0)
     [part, *_] = sorted((tmp_path / "saved" / "00000001.step2").glob("*.distcp"))
     part.write_bytes(part.read_bytes()[:-10])
-    ran = launch("fork", 2, [program], tmp_path)
-    assert ran.code == 0, ran.err
+    ran = launch("fork", 2, [program], tmp_path, code=0)
     assert "weights 1 1 " in ran.out
 
 
@@ -308,8 +303,7 @@ def test_sharded_checkpoint_is_loaded_by_another_number_of_ranks(tmp_path: Path)
     program = script(tmp_path, SHARDED)
     outs = []
     for nproc in (4, 2, 3):
-        ran = launch("fork", nproc, [program], tmp_path)
-        assert ran.code == 0, ran.err
+        ran = launch("fork", nproc, [program], tmp_path, code=0)
         outs.append(next(line.split() for line in ran.out.splitlines() if "weights" in line)[-3:])
     [_, first], [step, state, _], _ = (out[1:] if n == 0 else out for n, out in enumerate(outs))
     assert (step, state) == ("2", "2")

@@ -4,17 +4,15 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from launching import HOST, finish, last_message, rank_variables, script, start
 from namespaces import machines, skip_reason
-from procs import WITH_TORCH, Job
+from procs import WITH_TORCH, MakeJob
 
 pytestmark = pytest.mark.slow
 
-MakeJob = Callable[..., Job]
 # Rank 1 stops itself when it calls init_process_group.
 INIT = """
     import os, pathlib, signal, time
@@ -35,8 +33,7 @@ INIT = """
 
 def test_rank_stopped_in_init_process_group_is_root_cause(make_job: MakeJob) -> None:
     job = make_job(2)
-    job.start_all("--nproc-per-node", "2", job.script(INIT), python=WITH_TORCH)
-    assert job.wait() == [1, 1]
+    job.run("--nproc-per-node", "2", job.script(INIT), python=WITH_TORCH, code=1)
     pid = job.path("pid1").read_text()
     notice = (
         f"waiting for rank 1 on {HOST} (pid {pid}): "

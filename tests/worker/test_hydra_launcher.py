@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 from hydra_app import write_app
+from launching import ROOT
 from procs import TEST_TIMEOUT
 
 import clusterjob
@@ -18,8 +19,6 @@ from clusterjob.core.options import OPTIONS
 from clusterjob.core.records import Records
 from clusterjob.errors import SpecError
 from clusterjob.node.program import Program
-
-SOURCE = Path(clusterjob.__file__).parent.parent
 
 pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("hydra") is None, reason="Hydra is missing: pip install hydra-core"
@@ -40,7 +39,8 @@ def multirun(app: Path, *overrides: str, code: int = 0) -> subprocess.CompletedP
         text=True,
         timeout=TEST_TIMEOUT,
         check=False,
-        env={**os.environ, "PYTHONPATH": str(SOURCE)},
+        # By exec, nothing imports torch.
+        env={**os.environ, "PYTHONPATH": str(ROOT), "CLUSTERJOB_START": "exec"},
     )
     assert done.returncode == code, done.stdout + done.stderr
     return done

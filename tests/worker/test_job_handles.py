@@ -21,6 +21,9 @@ from clusterjob.api import notebook
 from clusterjob.core.records import Records
 from clusterjob.errors import JobNotFound, UsageError
 
+# No function here needs torch.
+pytestmark = pytest.mark.usefixtures("plain_python")
+
 
 def wait_for_file(path: str) -> str:
     import pathlib
@@ -169,7 +172,6 @@ def test_ctrl_c_in_result_leaves_job_running(tmp_path: Path) -> None:
         text=True,
         start_new_session=True,
     )
-    assert process.stdout is not None
     job = Job.get(process.stdout.readline().strip())
     wait_until(lambda: job.state is JobState.RUNNING, TEST_TIMEOUT, "the worker runs")
     os.killpg(process.pid, signal.SIGINT)  # as a terminal does

@@ -6,13 +6,11 @@ import sys
 from pathlib import Path
 
 import pytest
+from launching import ROOT
 
-import clusterjob
-
-SOURCE = Path(clusterjob.__file__).parent.parent
 CELLS = (
     (
-        f"import sys; sys.path.insert(0, {str(SOURCE)!r})\n"
+        f"import sys; sys.path.insert(0, {str(ROOT)!r})\n"
         "import asyncio, clusterjob\n"
         "def double(x):\n    return 2 * x\n"
     ),
@@ -33,7 +31,7 @@ def test_notebook_awaits_jobs_and_shows_them(
 ) -> None:
     nbformat = pytest.importorskip("nbformat")
     nbclient = pytest.importorskip("nbclient")
-    monkeypatch.setenv("PYTHONPATH", str(SOURCE))
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
     notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(text) for text in CELLS])
     notebook.metadata["kernelspec"] = {"name": "python3", "display_name": sys.executable}
     nbclient.NotebookClient(

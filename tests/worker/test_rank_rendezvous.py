@@ -97,54 +97,6 @@ def test_waiting_ranks_report_missing_rank(tmp_path: Path, processes: Processes)
         assert "socket.cpp" not in each.err  # torch's own wait prints it at each timeout
 
 
-@pytest.mark.parametrize(
-    ("fault", "message"),
-    [
-        (
-            {"CLUSTERJOB_JOB_ID": "yours"},
-            "rank 1 on {1} is of job yours, rank 0 on {0} is of job mine",
-        ),
-        (
-            {"WORLD_SIZE": "4"},
-            "rank 1 on {1} counts 4 processes, rank 0 on {0} counts 3 processes",
-        ),
-    ],
-)
-def test_rank_of_other_job_is_refused_without_waiting_for_missing_rank(
-    tmp_path: Path, processes: Processes, fault: dict[str, str], message: str
-) -> None:
-    port = free_port()
-    variables = [rank_variables(rank, 3, port) | {"CLUSTERJOB_JOB_ID": "mine"} for rank in (0, 1)]
-    started = processes(600, [variables[0], variables[1] | fault])  # rank 2 never joins
-    ended = [finish(process) for process in started]
-    expected = message.format(*(f"{HOST} (pid {process.pid})" for process in started))
-    assert [last_message(each.err).endswith(f"RendezvousError: {expected}") for each in ended] == [
-        True,
-        True,
-    ], ended
-
-
-def test_rank_claimed_twice_error_names_both_processes(
-    tmp_path: Path, processes: Processes
-) -> None:
-    port = free_port()
-    started = processes(
-        60,
-        [rank_variables(1, 3, port), rank_variables(1, 3, port), rank_variables(0, 3, port)],
-    )
-    ended = [finish(process) for process in started]
-    # the first of the two may still wait for the answer of rank 0
-    assert [each.code for each in ended].count(1) >= 2
-    pids = {str(started[0].pid), str(started[1].pid)}
-    refused = [last_message(each.err) for each in ended if "is claimed twice" in each.err]
-    assert len(refused) >= 2
-    for line in refused:
-        assert "rank 1 is claimed twice: by" in line
-        assert line.count(HOST) == 2
-        assert all(f"(pid {pid})" in line for pid in pids)
-    assert not any("met" in each.out for each in ended)
-
-
 def test_port_in_use_error_is_one_line(tmp_path: Path, processes: Processes) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
@@ -167,8 +119,7 @@ def test_unresolvable_master_addr_error_is_one_line_within_60_s(
     [process] = processes(
         600, [rank_variables(rank, 2, 29500, 1) | {"MASTER_ADDR": "no-such-host.invalid"}]
     )
-    ended = finish(process)
-    assert ended.code == 1
+    ended = finish(process, code=1)
     assert "no-such-host.invalid:29500: " in last_message(ended.err)
     assert time.monotonic() - begin < 60  # torch's own timeout is 600 s
 
@@ -264,7 +215,6 @@ def test_rank_dead_after_joining_is_named_by_other_ranks(
         open_gate(tmp_path, "first", 0)
         time.sleep(1)  # so that rank 0 is the first to print
         open_gate(tmp_path, "second", 1)
-        assert first.stderr is not None
         # rank 1 has joined
         assert first.stderr.readline().startswith(
             f"clusterjob: waiting for rank 2 (node 0, {HOST})"
@@ -297,7 +247,6 @@ def test_rank_dead_after_joining_is_named_by_other_ranks(
 def test_rank_1_waits_for_late_rank_0(tmp_path: Path, processes: Processes) -> None:
     port = free_port()
     [second] = processes(90, [rank_variables(1, 2, port) | {"LOCAL_RANK": "0"}])
-    assert second.stderr is not None
     line = second.stderr.readline()
     assert line.startswith(
         f"clusterjob: rank 1 on {HOST} cannot reach rank 0 at 127.0.0.1:{port}: "
@@ -456,6 +405,7 @@ WITHOUT_RANK_0 = """
         ("dict(gpu='GPU-1')", "have the same GPU, GPU-1"),
         ("dict(gpu='GPU-2')", "have the same GPU, GPU-2"),
         ("dict(rank=2)", "rank 2 is claimed twice: by h1 (pid "),
+        ("dict(job='yours')", "rank 3 on h1 (pid 3) is of job yours, rank "),
     ],
 )
 def test_disagreement_ends_wait_for_rank_0(
@@ -465,30 +415,6 @@ def test_disagreement_ends_wait_for_rank_0(
     lines = sorted(ended.out.splitlines())
     assert [line[0] for line in lines] == ["1", "2", "3"], ended
     assert all(message in line for line in lines)
-
-
-@pytest.mark.slow
-def test_missing_rank_0_is_reported_once_and_ends_wait_at_timeout(
-    tmp_path: Path,
-    preloaded: Preloaded,
-) -> None:
-    ended = preloaded.run([script(tmp_path, WITHOUT_RANK_0), "{}", "6"], tmp_path)
-    lines = sorted(ended.out.splitlines())
-    assert [line[:30] for line in lines] == [
-        f"{rank} waiting for rank 0 (node 0, " for rank in (1, 2, 3)
-    ], ended
-    assert all(6 <= timeout_seconds(line) <= 6 + MARGIN for line in lines)
-    assert (
-        len(
-            [
-                line
-                for line in ended.err.splitlines()
-                if line.startswith("clusterjob: waiting for rank 0 (node 0, h0)")
-            ]
-        )
-        == 1
-    )
-    assert "socket.cpp" not in ended.err
 
 
 SIMULATED = """
@@ -532,13 +458,14 @@ SIMULATED = """
 """
 
 
-@pytest.mark.parametrize(("world", "seconds"), [(16, 2.0), (1024, 25.0)])
+@pytest.mark.parametrize(
+    ("world", "seconds"), [(32, 2.0), pytest.param(1024, 25.0, marks=pytest.mark.slow)]
+)
 def test_rendezvous_of_many_ranks_is_fast(
     tmp_path: Path, preloaded: Preloaded, world: int, seconds: float
 ) -> None:
-    """1,024 ranks take 1.2 s on two cores; the bounds are several times higher."""
-    ran = preloaded.run([script(tmp_path, SIMULATED), world], tmp_path)
-    assert ran.code == 0, ran.err
+    """1,024 ranks take 1.2 s on two cores; torch needs 100 s for their connections before."""
+    ran = preloaded.run([script(tmp_path, SIMULATED), world], tmp_path, code=0)
     assert float(ran.out) < seconds
 
 
