@@ -98,7 +98,7 @@ def test_second_of_two_nodes_goes_on_only_if_the_first_has_certainly_ended(
 ) -> None:
     """This machine knows that the processes of node 0 have ended."""
     job = make_job(2)
-    job.start_all("--min-nodes", "1", "--max-restarts", "2", *LEASE, job.script(PLACES))
+    job.start_all("--min-nodes", "1", "--max-restarts", "2", *QUICK_LEASE, job.script(PLACES))
     job.wait_for("0.0", "0.1")
     kill_node(job, 0)
     job.wait_for("1.0")
