@@ -480,7 +480,6 @@ def test_init_runs_no_interpreter_of_project_and_asks_before_it_is_trusted(
         assert not clone.executed
 
 
-@pytest.mark.usefixtures("plain_python")
 def test_function_needs_trust_as_a_script_does(clone: Clone) -> None:
     (clone.root / "ask.py").write_text(
         textwrap.dedent(

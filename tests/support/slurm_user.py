@@ -115,10 +115,10 @@ def _run_cluster(*options: str) -> Iterator[SlurmCluster]:
             pytest.fail(f"no Slurm: {keeper.communicate()[1]}", pytrace=False)
         yield SlurmCluster.attached(directory / "cluster")
     finally:
-        keeper.communicate(timeout=STOPPING)  # the end of its stdin stops it
+        _, errors = keeper.communicate(timeout=STOPPING)  # the end of its stdin stops it
         SlurmCluster(directory / "cluster").stop()  # in case the keeper was killed
         shutil.rmtree(directory)
-    assert keeper.returncode == 0
+    assert keeper.returncode == 0, errors
 
 
 def _with_environment(cluster: SlurmCluster, patch: pytest.MonkeyPatch) -> Iterator[SlurmCluster]:

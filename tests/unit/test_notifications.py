@@ -145,7 +145,7 @@ def test_missing_apprise_is_said_once(
 ) -> None:
     monkeypatch.setitem(sys.modules, "apprise", None)  # its import fails
     send = functools.partial(sender._notify, f"json://{SECRET}")
-    sender._deliver("json://", send, [event_of("end", JOB, "SUCCEEDED", "")])
+    sender._deliver("json://", send, [event_of("end", JOB, "SUCCEEDED", "")], timeout=0)
     assert capfd.readouterr().out == (
         f"{sys.executable} has no apprise: pip install apprise there, or use --notify-cmd\n"
     )

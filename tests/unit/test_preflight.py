@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import random
 import sys
@@ -194,7 +195,7 @@ def test_silent_process_and_one_that_has_not_started_are_named(
 
 
 def test_best_amount_of_a_node_counts(monkeypatch: pytest.MonkeyPatch, prefixes: None) -> None:
-    said = iter([(0.0, "No space left"), (7.0, "GPU 1"), (5.0, "GPU 0")])
+    said = itertools.cycle([(0.0, "No space left"), (7.0, "GPU 1"), (5.0, "GPU 0")])
     monkeypatch.setattr(
         preflight,
         "_measured",

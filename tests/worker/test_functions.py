@@ -144,7 +144,6 @@ def test_unpicklable_exception_raises_job_failed_with_its_text() -> None:
     assert "in unreadable" in str(caught.value.__cause__)
 
 
-@without_torch
 def test_function_of_main_script_imports_modules_next_to_script(tmp_path: Path) -> None:
     script(tmp_path, "OFFSET = 40\n", "beside.py")
     main = script(
