@@ -344,14 +344,13 @@ class Notifier:
         )
 
     async def close(self) -> None:
-        """Wait until everything is sent, at most 10 s; then kill all processes below this one."""
+        """Wait until everything is sent, at most 10 s."""
         import asyncio  # not in the process that sends
 
         if self._sending:
             _, unsent = await asyncio.wait(self._sending, timeout=_LAST_SEND)
             if unsent:
                 self._print_line("notify: the last notification was not sent in time")
-            processes.kill_descendants()
 
     def _send(
         self, kind: str, state: str, reason: str = "", failure: Failure | None = None, **facts: Any

@@ -118,7 +118,7 @@ def _run_cluster(*options: str) -> Iterator[SlurmCluster]:
         _, errors = keeper.communicate(timeout=STOPPING)  # the end of its stdin stops it
         SlurmCluster(directory / "cluster").stop()  # in case the keeper was killed
         shutil.rmtree(directory)
-    assert keeper.returncode == 0, errors
+    assert keeper.returncode == 0, (keeper.returncode, errors)
 
 
 def _with_environment(cluster: SlurmCluster, patch: pytest.MonkeyPatch) -> Iterator[SlurmCluster]:

@@ -155,6 +155,7 @@ class Agent:
         following.cancel()
         await self._end(verdict)
         await self._notifier.close()
+        processes.kill_descendants()
         return verdict
 
     async def _serve(self) -> Verdict:
