@@ -60,7 +60,7 @@ for number in range(300_000):
 def test_flush_empties_a_pipe_that_is_larger_than_usual(tmp_path: Path) -> None:
     pid, control = output_drain.start()
     pipe, write_end = output_drain.open_stream()
-    # 16 pages of 64 KiB, which is the size of each pipe on some machines.
+    # As a program may do.
     fcntl.fcntl(pipe, fcntl.F_SETPIPE_SZ, 1 << 20)
     os.kill(pid, signal.SIGSTOP)
     output_drain.add(control, pipe, tmp_path / "out")

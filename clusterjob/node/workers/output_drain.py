@@ -9,6 +9,7 @@ finds no room on the disk is dropped, and a line says so.
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import os
 import select
 import signal
@@ -18,7 +19,9 @@ from pathlib import Path
 
 from clusterjob.node.system import files, processes
 
-_PIPE_BYTES = 1 << 20  # of a new pipe where a page has 64 KiB; usually 64 KiB (pipe(7))
+# Of a pipe: those of 32 workers take half of what a user may have (pipe-user-pages-soft). Of a
+# read: a program may enlarge its pipe.
+_PIPE_BYTES, _READ_BYTES = 1 << 19, 1 << 20
 _FLUSH_SECONDS = 1.0  # an answer may take longer on a disk that hangs
 
 
@@ -35,6 +38,8 @@ def open_stream() -> tuple[int, int]:
     """Return a pipe for one stream of a worker: the end for `add`, and that of the worker."""
     read_end, write_end = os.pipe2(os.O_CLOEXEC)
     os.set_blocking(read_end, False)
+    with contextlib.suppress(OSError):
+        fcntl.fcntl(read_end, fcntl.F_SETPIPE_SZ, _PIPE_BYTES)
     return read_end, write_end
 
 
@@ -69,7 +74,7 @@ class _Stream:
     def move(self) -> bool:
         """Write what is in the pipe now; return whether a process can still write into it."""
         with contextlib.suppress(BlockingIOError):
-            data = os.read(self.pipe, _PIPE_BYTES)
+            data = os.read(self.pipe, _READ_BYTES)
             self._write(data)
             return bool(data)
         return True
