@@ -80,6 +80,8 @@ PARTS = ["agent 0", "agent 1", "forkserver 0", "forkserver 1"]
 def test_killed_part_restarts_the_workers(make_job: MakeJob, victim: str) -> None:
     job = make_job(2)
     job.start_all(*RESTARTS, job.script(ROUNDS), until=up(0))
+    # The loss of a round that does not count as running yet costs nothing.
+    wait_until(lambda: job.events("running"), TEST_TIMEOUT)
     workers = [pid for agent in job.agents for pid in below(agent.pid)]
     os.kill(victim_of(job, victim), signal.SIGKILL)
     job.wait_for(*up(1))
