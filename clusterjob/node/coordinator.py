@@ -184,7 +184,7 @@ class Coordinator:
             moment = time.monotonic()
         view = self._view()
         decision = core.decide(self._job, self._ledger, view, moment)
-        self._apply(decision, view.time)
+        self._apply(decision, view)
         # With thousands of nodes, decisions take at most a fifth of the time, unless a stop waits.
         pause = 1 if self._ledger.stage is Stage.COLLECT else 5
         self._earliest = moment + pause * (time.monotonic() - moment)
@@ -219,14 +219,14 @@ class Coordinator:
 
     # -- what follows from a decision --------------------------------------------------------------
 
-    def _apply(self, decision: Decision, decided_at: str) -> None:
+    def _apply(self, decision: Decision, view: View) -> None:
         before, self._ledger = self._ledger, decision.ledger
         self._due = decision.due
         for line in decision.lines:
             self._node.print_line(line)
         for name, fields in decision.events:
             # The verdict has the same times.
-            self._events.add(name, **({"time": decided_at} | fields))
+            self._events.add(name, **({"time": view.time} | fields))
             self._notify(name, fields, before)
             if name == "avoid":
                 ends.avoid(self._job_dir, fields["host"])
@@ -246,7 +246,7 @@ class Coordinator:
                 files.disk,
                 self._save_stacks,
                 self._ledger,
-                replace(self._view(), nodes=dict(self._nodes)),  # of this moment
+                replace(view, nodes=dict(view.nodes)),  # of this moment
             )
         self._keep_state()
 
