@@ -253,6 +253,7 @@ def _reason(error: BaseException) -> str:
     """Return why an attempt to join failed."""
     if isinstance(error, asyncio.TimeoutError):
         return _NO_ANSWER
-    if isinstance(error, OSError) and (error.errno or 0) > 0:
-        return os.strerror(error.errno or 0).lower()  # asyncio's text has the address and the port
+    number = getattr(error, "errno", None) or 0  # negative: of a name that does not resolve
+    if number > 0:
+        return os.strerror(number).lower()  # asyncio's text has the address and the port
     return getattr(error, "strerror", None) or str(error) or type(error).__name__
