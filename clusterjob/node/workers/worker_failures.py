@@ -214,21 +214,22 @@ class WorkerStatus:
                     last = (STACK_TITLE, *(line[:_MAX_LINE] for line in frames))[:_SHOWN_LINES]
             name = f"rank {rank} (node {node_rank}, local rank {local_rank}, {place})"
             lines.append(f"{name}: {text}")
-            failures.append(
-                Failure(
-                    rank,
-                    local_rank,
-                    node_rank=node_rank,
-                    host=host,
-                    exit_code=1,
-                    signal=None,
-                    message=f"the others gave up waiting for {who}: it {text}",
-                    # Read without a stack only: the disk may hang.
-                    last_lines=last or log_files.last_lines(stderr),
-                    kind=FailureKind.RENDEZVOUS,
+            if probe.gave_up:
+                failures.append(
+                    Failure(
+                        rank,
+                        local_rank,
+                        node_rank=node_rank,
+                        host=host,
+                        exit_code=1,
+                        signal=None,
+                        message=f"the others gave up waiting for {who}: it {text}",
+                        # The log is read without a stack only: the disk may hang.
+                        last_lines=last or log_files.last_lines(stderr),
+                        kind=FailureKind.RENDEZVOUS,
+                    )
                 )
-            )
-        return lines, failures if probe.gave_up else []
+        return lines, failures
 
 
 def _what_it_does(stack: RankStack, probe: Probe, age: float, log: Path) -> str:
