@@ -15,6 +15,7 @@ import urllib.request
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from resource import RLIMIT_NOFILE, getrlimit, setrlimit
+from types import SimpleNamespace
 
 import pytest
 from launching import free_port
@@ -23,7 +24,11 @@ from procs import PLAIN, TEST_TIMEOUT, Job, wait_until
 from prometheus_client.parser import text_string_to_metric_families
 
 from clusterjob.insight import sample_files
+from clusterjob.node.agent import node_workers
+from clusterjob.node.agent.node_workers import NodeMetrics
+from clusterjob.node.logs import log_files
 from clusterjob.node.metrics import prometheus, sources
+from clusterjob.node.metrics import samples as metrics_samples
 from clusterjob.node.metrics.samples import Sample, WorkerSample
 from clusterjob.node.metrics.sources import GpuReader, Machine, Workers
 
@@ -312,6 +317,48 @@ def test_agents_sample_their_own_workers(make_job: Callable[..., Job], start: st
     assert (facts.node_rank, facts.attempt, facts.gpus) == (0, 0, ())
     assert 0 < sample.memory < facts.memory
     assert 0 < sample.cpu < 105 * facts.cores
+
+
+def test_sample_without_workers_is_not_written(
+    running: Processes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else the newest sample of an ended job would often show no rank."""
+    for module, name in (
+        (node_workers, "_METRICS_AFTER"),
+        (node_workers, "_GPUS_FIRST"),
+        (metrics_samples, "INTERVAL"),
+    ):
+        monkeypatch.setattr(module, name, 0.02)
+    log_files.node_directory(tmp_path, 0).mkdir(parents=True)
+    ranks = {running.start(UP + SLEEP): 0}
+    node = SimpleNamespace(
+        directory=tmp_path,
+        identity=SimpleNamespace(attempt=0, job_id="x"),
+        options=SimpleNamespace(metrics=True, metrics_port=0),
+        topology=SimpleNamespace(node_rank=0),
+    )
+    report = SimpleNamespace(state=SimpleNamespace(round=0), alive_at=time.monotonic())
+    workers = SimpleNamespace(waits=dict, report=report)
+    monkeypatch.setattr(NodeMetrics, "_ranks", lambda _: dict(ranks))
+    metrics = NodeMetrics(node, workers)  # type: ignore[arg-type]
+    asyncio.run(metrics.start())
+
+    def written() -> list[Sample]:
+        return [sample for _, sample in sample_files.read(tmp_path, 0)]
+
+    try:
+        before = len(wait_until(written, TEST_TIMEOUT))
+        ranks.clear()
+        time.sleep(0.3)
+        count = len(written())
+        time.sleep(0.3)
+        assert len(written()) == count
+        ranks[running.start(UP + SLEEP)] = 1
+        wait_until(lambda: len(written()) > count, TEST_TIMEOUT)
+    finally:
+        metrics.end()
+    assert before <= count
+    assert all(one.workers for one in written())
 
 
 def fetch(port: int, path: str = "/metrics") -> str:

@@ -734,13 +734,16 @@ class NodeMetrics:
                 rank: {"step": 1000 * wait.step, "waited": 1000 * wait.waited}
                 for rank, wait in self._workers.waits().items()
             }
+            ranks = workers.sample(waits)
+            if not ranks:  # after the last round: the newest sample of a node shows its ranks
+                continue
             sample = Sample(
                 time.time(),
                 time.monotonic(),
                 restart=self._workers.report.state.round,
                 quiet=time.monotonic() - self._workers.report.alive_at,
                 **machine.sample(),
-                workers=workers.sample(waits),
+                workers=ranks,
                 gpus=state[1] if state is not None else (GpuSample(),) * len(facts.gpus),
             )
             self._usage.add(facts, sample)
