@@ -687,6 +687,11 @@ class _Step:
             and (each.state.seen or each.joined_at <= began)
         }
 
+    def may_be_replaced(self) -> bool:
+        """Return whether nodes that are here may have left a coordinator that stood still."""
+        long = self.view.stalled > self.job.options.lease / 2
+        return long and self.job.moves and self.ledger.round >= 0
+
     def has_majority(self) -> bool:
         """Return whether no other part of a split job can go on."""
         return not self.job.moves or may_go_on(self.ledger.groups, self.present(), self.ledger.gone)
@@ -712,6 +717,8 @@ class _Step:
     def wait(self) -> None:
         ledger, now, first = self.ledger, self.now, self.ledger.end is None
         self.wake(now + _DISK_SECONDS)
+        if self.may_be_replaced():
+            return
         refused = self.view.refused
         end = Verdict.of_failure(refused) if refused else cancellation(self.view.nodes)
         if end is not None:
@@ -1164,6 +1171,9 @@ class _Step:
         """Decide whether another round follows, if no other part of the job may decide."""
         ledger, end = self.ledger, self.ledger.ending
         decides = end.state is not JobState.SUCCEEDED or ledger.took_over
+        if decides and self.may_be_replaced():
+            self.wake(self.now + _DISK_SECONDS)
+            return
         if decides and not self.has_majority():
             due = ledger.since + _ALONE_SECONDS
             self.wake(due)

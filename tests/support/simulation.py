@@ -1035,7 +1035,7 @@ class Coordinator:
         sim.check_success(self.ledger, verdict)
         sim.shared_result = verdict
         for number, node in self.nodes.items():
-            if node.here:
+            if node.here and number != self.machine.number:  # its agent ends last, in `leave`
                 self.links[number].to_agent(End(state=verdict.state))
         self.dead = True
         sim.after(3.0, lambda: self.leave(verdict))

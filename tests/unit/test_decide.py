@@ -1255,6 +1255,29 @@ def test_smaller_part_of_a_split_job_resigns_and_decides_nothing() -> None:
     assert not cluster.ledger.rounds
 
 
+def test_coordinator_that_stood_still_does_not_end_a_round_with_nodes_that_may_have_left() -> None:
+    cluster = split(4, [0, 2], stalled=20.0)
+    cluster.wait(5.0)
+    assert not cluster.ledger.rounds
+    cluster.view.clear()
+    cluster.lose(2)
+    cluster.wait(7.0)
+    assert cluster.ledger.stage is Stage.RESIGN
+    assert not cluster.ledger.rounds
+
+
+def test_coordinator_that_stood_still_before_the_next_round_gives_no_verdict() -> None:
+    """Its nodes seem to be missing, because others have taken its place meanwhile."""
+    cluster = split(4, [0, 2])
+    assert cluster.ledger.stage is Stage.WAIT
+    cluster.now += 1000.0
+    cluster.view["stalled"] = 1000.0
+    assert cluster.wait(5.0) is Stage.WAIT
+    cluster.view.clear()
+    cluster.lose(2)
+    assert cluster.wait(0.1) is Stage.RESIGN
+
+
 def test_larger_part_of_a_split_job_goes_on() -> None:
     cluster = split(5, [0, 1, 2])
     assert cluster.ledger.stage is Stage.WAIT
