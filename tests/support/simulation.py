@@ -225,7 +225,7 @@ class Simulation:
         machine.agent = None
         # The forkserver dies with the agent, and the kernel kills its workers.
         self.after(self.random.uniform(0, 0.1), lambda: self.clear(machine))
-        if self.options.restarts:
+        if self.options.restarts and "verdict" not in machine.disk:
             again = functools.partial(self.start_agent, machine, again=True)
             self.on(machine, self.random.uniform(0.2, 2.0), again)
         else:
@@ -1033,7 +1033,7 @@ class Coordinator:
         sim.say(f"verdict of {self.machine.number}: {end.state.value} {end.reason}")
         sim.verdicts.append((self.birth, verdict))
         sim.check_success(self.ledger, verdict)
-        sim.shared_result = verdict
+        sim.shared_result = self.machine.disk["verdict"] = verdict
         for number, node in self.nodes.items():
             if node.here and number != self.machine.number:  # its agent ends last, in `leave`
                 self.links[number].to_agent(End(state=verdict.state))
