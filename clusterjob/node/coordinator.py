@@ -38,7 +38,6 @@ from clusterjob.node.verdict import PREEMPTED_EXIT_CODE, Failure, JobState, Verd
 if TYPE_CHECKING:
     from clusterjob.node.notifications import Notifier
 
-_GAP_SECONDS = 0.005  # seconds from a change to the decision: several nodes may change at once
 _MOST_NAMED = 8  # hosts that the preflight has found slow
 _MAX_CONSEQUENCES = 256  # failures that a verdict lists besides the root cause
 _MAX_MESSAGE = 200  # characters of the message of such a failure
@@ -180,7 +179,7 @@ class Coordinator:
                     found = await asyncio.wait_for(inbox.get(), min(at - moment, 3600.0))
                     changed = self._receive(*found)
             if changed:
-                at = min(at, max(self._earliest, moment + _GAP_SECONDS))
+                at = min(at, self._earliest)
             moment = time.monotonic()
         view = self._view()
         decision = core.decide(self._job, self._ledger, view, moment)

@@ -119,7 +119,7 @@ class Peer:
         send: sends it a message.
         heard_at: the monotonic time of its last message.
         reached_at: the coordinator's address to which it has connected.
-        order: the last order that it got.
+        order: the last order that it got; before the first one, nothing is wanted of it.
     """
 
     hello: messages.Hello
@@ -127,7 +127,7 @@ class Peer:
     heard_at: float
     reached_at: str = ""
     lost: bool = False
-    order: Order | None = None
+    order: Order = Order()
 
     @property
     def node_rank(self) -> int:
