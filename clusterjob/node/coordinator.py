@@ -31,7 +31,7 @@ from clusterjob.node.rendezvous.succession import Earlier
 from clusterjob.node.stacks import grouping
 from clusterjob.node.stacks.grouping import RankStack
 from clusterjob.node.states import Measure, NodeState
-from clusterjob.node.system import files, processes
+from clusterjob.node.system import files, network, processes
 from clusterjob.node.system.sanitize import sanitize
 from clusterjob.node.verdict import PREEMPTED_EXIT_CODE, Failure, JobState, Verdict, bounded
 
@@ -523,7 +523,8 @@ def store_address(topology: Topology, peers: Iterable[Peer]) -> str:
     try them in order, so this agent cannot reach an earlier one.
     """
     addresses = topology.master_addr.split(",")
-    reached = {peer.reached_at for peer in peers}
+    found = {peer.reached_at for peer in peers if peer.reached_at}
+    reached = set(map(network.plain_address, found))  # once for thousands of peers
     return next((each for each in reversed(addresses) if each in reached), addresses[0])
 
 
