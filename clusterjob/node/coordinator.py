@@ -22,7 +22,6 @@ from clusterjob.node.logs import ends, log_files
 from clusterjob.node.logs.events import EventLog, ended_rounds, now
 from clusterjob.node.logs.job_dir import EVENTS, moved_events
 from clusterjob.node.metrics.stragglers import StragglerWatch, Wait
-from clusterjob.node.preflight import HeatTable
 from clusterjob.node.rendezvous import membership, messages, policy, succession
 from clusterjob.node.rendezvous.identity import JobIdentity, NodeJob
 from clusterjob.node.rendezvous.membership import Membership, Peer
@@ -291,6 +290,8 @@ class Coordinator:
 
     def _report_preflight(self, slow_nodes: Mapping[int, str]) -> None:
         """Print what the preflight has found, and write it into the events."""
+        from clusterjob.node.preflight import HeatTable  # few jobs have a preflight
+
         found: dict[str, Any] = {"seconds": 0.0, "findings": [], "columns": [], "rows": {}}
         found |= self.measured
         names = core.host_names(self._nodes)
