@@ -18,6 +18,7 @@ from typing import Any
 
 from clusterjob.node.coordinator import Coordinator
 from clusterjob.node.environments.topology import Topology
+from clusterjob.node.notifications import Notifier
 from clusterjob.node.options import LaunchOptions
 from clusterjob.node.program import Program
 from clusterjob.node.rendezvous import messages
@@ -73,7 +74,8 @@ async def main(nnodes: int, job_dir: Path, token: bytes) -> None:
         job_dir,
         print_line=lambda line: print(line, file=sys.stderr, flush=True),
     )
-    coordinator = Coordinator(node, watch=lambda _task: None)
+    notifier = Notifier("", "scale", job_dir, print_line=node.print_line)
+    coordinator = Coordinator(node, watch=lambda _task: None, notifier=notifier)
     running = asyncio.create_task(coordinator.run())
     while not coordinator.membership.tasks:  # it listens when these run
         await asyncio.sleep(0)

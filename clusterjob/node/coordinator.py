@@ -22,7 +22,6 @@ from clusterjob.node.logs import ends, log_files
 from clusterjob.node.logs.events import EventLog, ended_rounds, now
 from clusterjob.node.logs.job_dir import EVENTS, moved_events
 from clusterjob.node.metrics.stragglers import StragglerWatch, Wait
-from clusterjob.node.preflight import HeatTable
 from clusterjob.node.rendezvous import membership, messages, policy, succession
 from clusterjob.node.rendezvous.identity import JobIdentity, NodeJob
 from clusterjob.node.rendezvous.membership import Membership, Peer
@@ -31,14 +30,13 @@ from clusterjob.node.rendezvous.succession import Earlier
 from clusterjob.node.stacks import grouping
 from clusterjob.node.stacks.grouping import RankStack
 from clusterjob.node.states import Measure, NodeState
-from clusterjob.node.system import files, processes
+from clusterjob.node.system import files, network, processes
 from clusterjob.node.system.sanitize import sanitize
 from clusterjob.node.verdict import PREEMPTED_EXIT_CODE, Failure, JobState, Verdict, bounded
 
 if TYPE_CHECKING:
     from clusterjob.node.notifications import Notifier
 
-_GAP_SECONDS = 0.005  # seconds from a change to the decision: several nodes may change at once
 _MOST_NAMED = 8  # hosts that the preflight has found slow
 _MAX_CONSEQUENCES = 256  # failures that a verdict lists besides the root cause
 _MAX_MESSAGE = 200  # characters of the message of such a failure
@@ -180,7 +178,7 @@ class Coordinator:
                     found = await asyncio.wait_for(inbox.get(), min(at - moment, 3600.0))
                     changed = self._receive(*found)
             if changed:
-                at = min(at, max(self._earliest, moment + _GAP_SECONDS))
+                at = min(at, self._earliest)
             moment = time.monotonic()
         view = self._view()
         decision = core.decide(self._job, self._ledger, view, moment)
@@ -292,6 +290,8 @@ class Coordinator:
 
     def _report_preflight(self, slow_nodes: Mapping[int, str]) -> None:
         """Print what the preflight has found, and write it into the events."""
+        from clusterjob.node.preflight import HeatTable  # few jobs have a preflight
+
         found: dict[str, Any] = {"seconds": 0.0, "findings": [], "columns": [], "rows": {}}
         found |= self.measured
         names = core.host_names(self._nodes)
@@ -524,7 +524,8 @@ def store_address(topology: Topology, peers: Iterable[Peer]) -> str:
     try them in order, so this agent cannot reach an earlier one.
     """
     addresses = topology.master_addr.split(",")
-    reached = {peer.reached_at for peer in peers}
+    found = {peer.reached_at for peer in peers if peer.reached_at}
+    reached = set(map(network.plain_address, found))  # once for thousands of peers
     return next((each for each in reversed(addresses) if each in reached), addresses[0])
 
 

@@ -386,32 +386,40 @@ def take_over(
 
 
 def orders(job: Job, ledger: Ledger, nodes: Mapping[int, Node]) -> Iterator[tuple[int, Order]]:
-    """Yield what the coordinator wants of each node that is here; equal orders are one object."""
-    shared = Order(ledger.round, warned=ledger.warned is not None)
+    """Yield what the coordinator wants of each node that is here; equal orders are one object.
+
+    Nothing is yielded at the end of the job, and while stacks are collected only for nodes that
+    must send them: the orders of the others do not change.
+    """
+    if ledger.stage is Stage.END:
+        return
+    runs, collects = ledger.stage in (Stage.RUN, Stage.COLLECT), ledger.stage is Stage.COLLECT
+    warned = ledger.warned is not None
+    shared = Order(ledger.round, warned=warned)
     if ledger.stage is Stage.STOP:
         shared = replace(shared, stop=_stop_order(job, ledger, nodes))
-    elif ledger.stage in (Stage.RUN, Stage.COLLECT):
-        shared = replace(shared, report=ledger.polled is not None, sample=ledger.sample)
     elif ledger.stage is Stage.WAIT and ledger.slow is None:
         shared = replace(shared, measure=ledger.measure)
-    collects = ledger.stage is Stage.COLLECT
     questions = _questions(ledger, nodes)
     gave_up = any(probe.gave_up for probe in questions.values())
     answers = {} if gave_up else _answers(questions, ledger, nodes)
     found = tuple(line for answer in answers.values() for line in answer.lines)[:_MOST_LINES]
-    for node_rank, node in nodes.items():
+    asked = {node: nodes[node] for node in ledger.collect_from} if collects else nodes
+    for node_rank, node in asked.items():
         if not node.here:
             continue
         order = shared
         # An agent that was started again since has no workers of this round.
-        in_round = node_rank in ledger.worlds and node.joined_at <= ledger.began
-        if in_round and ledger.stage in (Stage.RUN, Stage.COLLECT):
-            order = replace(
-                shared,
-                world=ledger.worlds[node_rank],
+        if runs and node_rank in ledger.worlds and node.joined_at <= ledger.began:
+            order = Order(
+                ledger.round,
+                ledger.worlds[node_rank],
+                warned=warned,
+                report=ledger.polled is not None,
                 probe=questions.get(node_rank),
                 found=found if _missing(node, ledger) is not None else (),
-                collect=collects and node_rank in ledger.collect_from,
+                sample=ledger.sample,
+                collect=collects,
                 dumps=collects and _is_hang(ledger.ending),
             )
         yield node_rank, order

@@ -117,6 +117,8 @@ def launch(options: LaunchOptions, environ: Mapping[str, str]) -> int:
     from clusterjob.node.agent.agent import Agent
     from clusterjob.node.workers.forkserver_client import ForkserverClient
 
+    gc.enable()
+
     shown = options.echo or numbered
     console = Console(
         LogReader(job_dir, node=topology.node_rank, attempt=job.attempt) if shown else None,

@@ -1,6 +1,7 @@
 """Entry point of the node zip: refuse an old Python, else launch the agent."""
 
 # This file becomes the zip's __main__.py, so any Python, even 2.7, must be able to parse it.
+import gc
 import os
 import sys
 
@@ -21,6 +22,7 @@ if __name__ == "__main__":
             "%s is Python %d.%d: 3.10 or newer is needed"  # noqa: UP031
             % ((sys.executable,) + sys.version_info[:2])  # noqa: RUF005
         )
+    gc.disable()  # until all modules are imported: there is nothing to collect
     from clusterjob.node.launch import main
 
     sys.exit(main())

@@ -20,7 +20,6 @@ from pathlib import Path
 from typing import Any
 
 from clusterjob.errors import ClusterJobError, RendezvousError
-from clusterjob.node import preflight
 from clusterjob.node.agent.connection import Link, Search
 from clusterjob.node.agent.node_workers import NodeMetrics, NodeWorkers, StateReport
 from clusterjob.node.agent.parent import AgentParent
@@ -466,6 +465,8 @@ class Agent:
 
     async def _measure(self, wanted: Measure) -> None:
         """Measure this node in a process of its own, which ends with this call."""
+        from clusterjob.node import preflight  # few jobs have one
+
         topology, store = self._node.topology, self._store()
         directory = log_files.node_directory(self._node.directory, topology.node_rank)
         given = vars(wanted) | {

@@ -11,7 +11,6 @@ import time
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
-from statistics import median, median_high
 
 from clusterjob.node.logs.events import CAUGHT_UP, STRAGGLING, EventLog
 
@@ -59,6 +58,8 @@ def compare(waits: Mapping[int, Wait]) -> dict[int, Wait]:
     Args:
         waits: the ranks with a measurement.
     """
+    from statistics import median, median_high  # slow to import; a job of one rank needs none
+
     if len(waits) < 2:
         return {}
     step = median(wait.step for wait in waits.values())

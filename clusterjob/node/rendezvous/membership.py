@@ -14,7 +14,7 @@ import resource
 import socket
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from clusterjob.errors import RendezvousError
@@ -118,8 +118,9 @@ class Peer:
         hello: its first message; its texts are sanitized.
         send: sends it a message.
         heard_at: the monotonic time of its last message.
-        reached_at: the coordinator's address to which it has connected.
-        order: the last order that it got.
+        reached_at: the coordinator's address to which it has connected, as the kernel writes it;
+            empty for the agent of this process.
+        order: the last order that it got; before the first one, nothing is wanted of it.
     """
 
     hello: messages.Hello
@@ -127,7 +128,7 @@ class Peer:
     heard_at: float
     reached_at: str = ""
     lost: bool = False
-    order: Order | None = None
+    order: Order = field(default_factory=Order)
 
     @property
     def node_rank(self) -> int:
@@ -348,7 +349,7 @@ class Membership:
         except protocol.RefusedError as error:
             await protocol.refuse(channel, error.message)
             raise
-        peer.reached_at = network.plain_address(writer.get_extra_info("sockname")[0])
+        peer.reached_at = writer.get_extra_info("sockname")[0]
         return peer, channel
 
     async def _receive_from(self, peer: Peer, channel: Channel) -> None:

@@ -13,7 +13,6 @@ import types
 import typing
 from collections.abc import Callable, Sized
 from dataclasses import MISSING, dataclass, fields, is_dataclass
-from enum import Enum
 from typing import Any, TypeVar
 
 _NAME = "type"  # the key of the message's name; no message may have a field of this name
@@ -82,7 +81,8 @@ class Codec:
     def encode_json(self, message: Any) -> bytes:
         """Return a message as JSON; a message that goes to many peers in turn is encoded once."""
         if message is not self._latest:
-            self._latest_json = json.dumps(self.encode(message)).encode()
+            fields_ = {_NAME: type(message).__name__, **vars(message)}
+            self._latest_json = json.dumps(fields_, default=vars).encode()
             self._latest = message
         return self._latest_json
 
@@ -123,11 +123,7 @@ def read(kind: type[_T], data: Any) -> _T:
 
 def plain(value: Any) -> Any:
     """Return an object of a dataclass as plain data, with its fields in order."""
-    if is_dataclass(value):
-        return {field.name: plain(getattr(value, field.name)) for field in fields(value)}
-    if isinstance(value, tuple):
-        return [plain(item) for item in value]
-    return value.value if isinstance(value, Enum) else value
+    return json.loads(json.dumps(value, default=vars))
 
 
 @functools.cache
