@@ -348,15 +348,9 @@ class Facts:
         """Parse the facts of another process, in the format that `data` returns.
 
         Raises:
-            RendezvousError: the data is not in this format.
+            ValueError: the data is not in this format.
         """
-        try:
-            return codec.read(cls, json.loads(data))
-        except ValueError as error:
-            raise RendezvousError(
-                "torch's store holds a value that no process of a job writes",
-                "another program uses MASTER_ADDR:MASTER_PORT",
-            ) from error
+        return codec.read(cls, json.loads(data))
 
     def data(self) -> str:
         """Return the facts in the format that `of` parses."""
@@ -455,7 +449,7 @@ def join(store: GroupStore, own: Facts, timeout: float) -> None:
         RanksMissingError: a rank is missing, or the store has ended with the rank that serves it.
         RendezvousError: a rank is claimed twice, of another job, or has other versions. All ranks
             get the same message. A wrong rank is refused at once, without waiting for missing
-            ranks.
+            ranks. Or the store holds a value of another program.
     """
     try:
         _enter(store, own)
@@ -465,6 +459,11 @@ def join(store: GroupStore, own: Facts, timeout: float) -> None:
         reason = str(error).strip().partition("\n")[0]
         raise RanksMissingError(
             f"{own} has joined, and the store of the rendezvous has ended: {reason}"
+        ) from error
+    except ValueError as error:  # under other launchers anybody can sign
+        raise RendezvousError(
+            "torch's store holds a value that no process of a job writes",
+            "another program uses MASTER_ADDR:MASTER_PORT",
         ) from error
     if refused:
         if own.rank == 0 and not store.served:
