@@ -609,8 +609,7 @@ def _describe_silent(store: GroupStore, *, final: bool) -> str:
     silent = sorted({*store.without("formed")} & {*store.without("alive")})
     if not silent:
         return ""
-    if not final or store.claim("last report"):
-        report("WorkerWaiting", ranks=silent[:_MAX_NAMED], final=final)
+    report("WorkerWaiting", ranks=silent[:_MAX_NAMED], final=final)
     named = [f"{rank} on {_facts(store, rank).process}" for rank in silent[:_MAX_NAMED]]
     how = "joined the rendezvous, no answer while the process group is made: dead or stuck"
     return f"{_waiting_for(silent, named)}: {how}"
