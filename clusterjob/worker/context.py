@@ -120,7 +120,6 @@ class Context:
 
         self._group = dist.group.WORLD
         self._owned, self._store = owned, store
-        state.grouped = True
         # Such as "cpu:gloo,cuda:nccl"; get_backend() is "undefined" if torch chose the backend.
         self._devices = dict(part.split(":", 1) for part in dist.get_backend_config().split(","))
         self.backend = self._devices.get(self.device.type) or next(iter(self._devices.values()))
@@ -486,14 +485,12 @@ class ProcessState:
         timeout: the timeout that `init` was given, in seconds.
         watched: pid of the process that `watch` has installed its hooks in. A forked child
             inherits this state.
-        grouped: whether this process has had a process group.
         abandoned: whether threads of an abandoned group may still run.
     """
 
     context: Context | None = None
     timeout: float | None = None
     watched: int = 0
-    grouped: bool = False
     abandoned: bool = False
 
 

@@ -473,20 +473,6 @@ def test_exception_ends_process_at_once_with_code_1(
     assert other.out == "atexit ran\n"
 
 
-def test_traceback_has_rank_once_if_group_is_not_first_init(
-    tmp_path: Path, preloaded: Preloaded
-) -> None:
-    text = """
-        from clusterjob import bootstrap
-        for process_group in (False, True, True):
-            bootstrap.init(process_group=process_group)
-            bootstrap.shutdown()
-        raise ValueError("boom")
-    """
-    [process] = start_manually(preloaded, 1, [script(tmp_path, text)], tmp_path)
-    assert finish(process).err.splitlines()[-1] == "[rank0]: ValueError: boom"
-
-
 def test_exit_code_of_sys_exit_in_with_block_is_kept(tmp_path: Path, preloaded: Preloaded) -> None:
     text = (
         "import sys\nfrom clusterjob import bootstrap\n"
