@@ -27,6 +27,7 @@ from clusterjob.node.metrics.stragglers import Wait
 from clusterjob.node.rendezvous import messages, root_cause
 from clusterjob.node.rendezvous.identity import NodeJob
 from clusterjob.node.stacks.collect import collect
+from clusterjob.node.stacks.flight_recorder import FlightRecorder
 from clusterjob.node.stacks.grouping import RankStack
 from clusterjob.node.stacks.progress import Progress
 from clusterjob.node.states import (
@@ -42,7 +43,6 @@ from clusterjob.node.system import crashes, devices, files, processes
 from clusterjob.node.system.codec import plain
 from clusterjob.node.verdict import Failure, FailureKind
 from clusterjob.node.workers import forkserver_messages
-from clusterjob.node.workers.flight_recorder import FlightRecorder
 from clusterjob.node.workers.forkserver_client import ForkserverClient
 from clusterjob.node.workers.worker_failures import Failures, WorkerStatus, how
 
