@@ -54,12 +54,10 @@ class Probe:
 
     Attributes:
         gave_up: whether some ranks do not wait for them any more.
-        note: a line for the log of each; such a probe needs no answer.
     """
 
     ranks: Annotated[tuple[Number, ...], Limit(1 << 14)]
     gave_up: bool = False
-    note: str = ""
 
 
 @dataclass(frozen=True)

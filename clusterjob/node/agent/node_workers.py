@@ -368,8 +368,7 @@ class NodeWorkers:
         if order.probe is not None and order.probe != done.probe:
             stacks = await _in_thread([], self._stacks)
             lines, failures = status.describe(order.probe, stacks)
-            if not order.probe.note:
-                found["probed"] = answer_to(order.probe, lines, failures)
+            found["probed"] = answer_to(order.probe, lines, failures)
         if order.sample not in (0, done.sample):
             # Without a sample, nothing shows that the workers stand still.
             if await _in_thread(True, self._progress.sample, self._stacks):

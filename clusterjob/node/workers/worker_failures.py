@@ -18,7 +18,7 @@ from clusterjob.node.logs.failure_texts import Meaning
 from clusterjob.node.stacks import grouping
 from clusterjob.node.stacks.grouping import RankStack
 from clusterjob.node.states import Probe
-from clusterjob.node.system import files, processes
+from clusterjob.node.system import processes
 from clusterjob.node.verdict import STACK_TITLE, Failure, FailureKind
 
 _NO_NCCL_HINT = (
@@ -187,7 +187,7 @@ class WorkerStatus:
     def describe(
         self, probe: Probe, stacks: Iterable[RankStack]
     ) -> tuple[list[str], list[Failure]]:
-        """Describe workers that other ranks wait for, also in the logs of those that run.
+        """Describe workers that other ranks wait for.
 
         Args:
             probe: the question, which names the workers.
@@ -209,7 +209,7 @@ class WorkerStatus:
                 text = f"{self.ended.get(local_rank, 'runs')} and never joined the rendezvous"
             else:
                 place, who = f"{place}, pid {stack.pid}", f"it (pid {stack.pid})"
-                text = _what_it_does(stack, probe, time.monotonic() - self.started, stderr)
+                text = _what_it_does(stack, time.monotonic() - self.started)
                 if frames := grouping.frame_lines(stack.main_frames):
                     last = (STACK_TITLE, *(line[:_MAX_LINE] for line in frames))[:_SHOWN_LINES]
             name = f"rank {rank} (node {node_rank}, local rank {local_rank}, {place})"
@@ -232,17 +232,10 @@ class WorkerStatus:
         return lines, failures
 
 
-def _what_it_does(stack: RankStack, probe: Probe, age: float, log: Path) -> str:
-    """Return what a worker does; write it into its log if the probe has a note."""
+def _what_it_does(stack: RankStack, age: float) -> str:
     frames = stack.main_frames
-    doing = f"it {grouping.position_text(frames, stack.state)}"
     how = "has not reached bootstrap.init()" if frames else "has not joined the rendezvous"
     if any(frame.function == "init" and frame.file.endswith("bootstrap.py") for frame in frames):
         how = "is inside bootstrap.init()"
-    text = f"has run for {age:.0f} s and {how}; {doing}"[:_MAX_TEXT]
-    if probe.note:
-        lines = [f"{probe.note}; {doing}"]
-        for thread in stack.threads:
-            lines += [f"{thread.name}:", *grouping.frame_lines(thread.frames)]
-        files.later(log_files.append, log, lines)
-    return text
+    doing = grouping.position_text(frames, stack.state)
+    return f"has run for {age:.0f} s and {how}; it {doing}"[:_MAX_TEXT]
