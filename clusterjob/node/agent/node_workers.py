@@ -452,7 +452,7 @@ class NodeWorkers:
             code=message.exit_code,
             signal_name=None,
             message=message.message,
-            kind=next((each for each in FailureKind if each.value == message.kind), None),
+            kind=message.kind,
             where=message.where,
         )
         self.report.fail(failure, message.monotonic, exited=not message.started)

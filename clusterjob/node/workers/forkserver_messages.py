@@ -16,13 +16,13 @@ from typing import Annotated, Any
 
 from clusterjob.node.contract import World
 from clusterjob.node.system.codec import Codec, Limit
+from clusterjob.node.verdict import FailureKind
 
 MESSAGE_BYTES = 1 << 17  # maximum of one message; SOCK_SEQPACKET keeps message boundaries
 MAX_NAMED = 8  # maximum ranks that one message names
 _MAX_TEXT, _MAX_WHERE = 900, 300  # characters of a failure; see `torch_patches.fail`
 # Maximum bytes of one reading: the largest size of a pipe (pipe-max-size, proc(5)).
 _MAX_READ = 1 << 20
-_MAX_REST = 1 << 16  # bytes of a line without an end
 _Rank = Annotated[int, Limit((1 << 24) - 1)]
 
 # -- from the agent ------------------------------------------------------------------------------
@@ -79,7 +79,7 @@ class WorkerFailing:
         monotonic: the time of the failure, by the monotonic clock of the node.
         message: the error, one line.
         exit_code: the exit code that the worker will have.
-        kind: a `FailureKind`; empty if the worker cannot determine it.
+        kind: the kind; None if the worker cannot determine it.
         started: False if the worker was never started.
         where: the file and line that raised the exception; empty if unknown.
     """
@@ -88,7 +88,7 @@ class WorkerFailing:
     monotonic: float
     message: Annotated[str, Limit(_MAX_TEXT, cuts=True)]
     exit_code: Annotated[int, Limit(255)]
-    kind: str = ""
+    kind: FailureKind | None = None
     started: bool = True
     where: Annotated[str, Limit(_MAX_WHERE, cuts=True)] = ""
 
@@ -141,14 +141,10 @@ class WorkerWaits:
 
 @dataclass(frozen=True)
 class WorkerHandler:
-    """A worker has a Python handler of SIGTERM.
-
-    Attributes:
-        state: ``set``, ``begun`` or ``ended``.
-    """
+    """A worker has set a Python handler of SIGTERM, or the handler has begun."""
 
     local_rank: int
-    state: Annotated[str, Limit(5)]
+    begun: bool
 
 
 # -- from the forkserver -------------------------------------------------------------------------
@@ -214,31 +210,19 @@ FROM_FORKSERVER = Codec(
 # -- the report pipe of the workers ----------------------------------------------------------------
 
 
-class ReportPipe:
-    """The forkserver's side of the report pipe; every worker inherits the write end.
+def read_reports(pipe: int) -> Iterator[Any]:
+    """Yield the reports that have arrived in the workers' pipe; skip lines that are no report.
 
-    Attributes:
-        read_end: the descriptor that is readable when there is a report.
-        ends: both descriptors.
+    A worker writes each line at once, so that it is never divided.
     """
-
-    def __init__(self) -> None:
-        self.ends = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
-        self.read_end = self.ends[0]
-        self._rest = b""
-
-    def read(self) -> Iterator[Any]:
-        """Yield the reports that have arrived; skip lines that are no report."""
-        data = self._rest
-        with contextlib.suppress(BlockingIOError):
-            data += os.read(self.read_end, _MAX_READ)
-        *lines, rest = data.split(b"\n")
-        self._rest = rest[:_MAX_REST]
-        for line in lines:
-            # User code can write anything into the pipe.
-            with contextlib.suppress(ValueError, RecursionError):
-                message = FROM_WORKER.decode(json.loads(line))
-                if isinstance(message, WorkerFailing):
-                    began = min(message.monotonic, time.monotonic())
-                    message = replace(message, monotonic=began, started=True)
-                yield message
+    data = b""
+    with contextlib.suppress(BlockingIOError):
+        data = os.read(pipe, _MAX_READ)
+    for line in data.split(b"\n"):
+        # User code can write anything into the pipe.
+        with contextlib.suppress(ValueError, RecursionError):
+            message = FROM_WORKER.decode(json.loads(line))
+            if isinstance(message, WorkerFailing):
+                began = min(message.monotonic, time.monotonic())
+                message = replace(message, monotonic=began, started=True)
+            yield message
