@@ -505,7 +505,7 @@ def _await_answer(store: GroupStore, own: Facts, timeout: float) -> None:
         missing = store.without("joined")
         text = f"{own} has joined, and the rank that ends the rendezvous does not answer"
         if missing:
-            report("WorkerWaiting", ranks=missing[:_MAX_NAMED], final=final)
+            report("Missing", ranks=missing[:_MAX_NAMED], gave_up=final)
             text = _describe_missing(store, missing)
         if final:
             store.offer("go", json.dumps([f"{text}; gave up after {waited:.0f} s", ""]))
@@ -609,7 +609,7 @@ def _describe_silent(store: GroupStore, *, final: bool) -> str:
     silent = sorted({*store.without("formed")} & {*store.without("alive")})
     if not silent:
         return ""
-    report("WorkerWaiting", ranks=silent[:_MAX_NAMED], final=final)
+    report("Missing", ranks=silent[:_MAX_NAMED], gave_up=final)
     named = [f"{rank} on {_facts(store, rank).process}" for rank in silent[:_MAX_NAMED]]
     how = "joined the rendezvous, no answer while the process group is made: dead or stuck"
     return f"{_waiting_for(silent, named)}: {how}"

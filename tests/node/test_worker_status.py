@@ -152,6 +152,6 @@ def test_each_worker_that_others_wait_for_is_described(
 
 @pytest.mark.parametrize("ranks", ["1", 1, None, [True], [-1], ["1"], [[1]], {"1": 1}, [0] * 9])
 def test_report_of_missing_ranks_with_wrong_ranks_is_refused(ranks: object) -> None:
-    data = {"type": "WorkerWaiting", "local_rank": 0, "ranks": ranks, "final": True}
+    data = {"type": "Missing", "local_rank": 0, "ranks": ranks, "gave_up": True}
     with pytest.raises(MalformedMessageError, match="ranks"):
         forkserver_messages.FROM_WORKER.decode(data)

@@ -321,9 +321,7 @@ class NodeWorkers:
             for local_rank in running:
                 self._begin_rank_phase(local_rank, Phase.STOP)
         if self.forkserver.ready and not self.forkserver.gone:
-            self.forkserver.send(
-                forkserver_messages.StopWorkers(stop.grace, stop.signal, stop.early)
-            )
+            self.forkserver.send(stop)
         else:
             self.forkserver.drop_round()
             self.report.set(idle=True)
@@ -395,9 +393,7 @@ class NodeWorkers:
             forkserver_messages.Ready: self._on_ready,
             forkserver_messages.WorkerFailing: self._on_worker_failing,
             forkserver_messages.WorkerExited: self._on_worker_exited,
-            forkserver_messages.WorkerWaiting: lambda waiting: self.report.set(
-                missing=Missing(waiting.local_rank, waiting.ranks, gave_up=waiting.final)
-            ),
+            Missing: lambda missing: self.report.set(missing=missing),
             forkserver_messages.WorkerAlive: lambda alive: self.report.note_alive(
                 time.monotonic(), alive.step
             ),

@@ -32,6 +32,7 @@ from clusterjob.node.logs.job_dir import STORE_LOG
 from clusterjob.node.options import LaunchOptions
 from clusterjob.node.program import Program
 from clusterjob.node.stacks import collect, offer
+from clusterjob.node.states import Stop
 from clusterjob.node.system import files, processes
 from clusterjob.node.system.processes import SharedNote
 from clusterjob.node.verdict import FailureKind
@@ -247,7 +248,7 @@ class Forkserver:
             case messages.ReportEnds():
                 self._reap()
                 self._send(messages.EndsReported())
-            case messages.StopWorkers():
+            case Stop():
                 self._begin_stop(message.grace, message.signal, early=message.early)
             case messages.Quit():
                 self._quit = True
@@ -554,7 +555,7 @@ class Forkserver:
             elif self._kills_early and time.monotonic() > begun + _EARLY_KILL:
                 self._signal(list(filter(self._saves_nothing, self._running)), signal.SIGKILL)
             yield
-        while self._store is not None:
+        while self._store is not None:  # until it is reaped: else its end is a failure
             processes.send_signal(self._store, signal.SIGKILL)
             yield
         empty, terminated = time.monotonic(), False

@@ -1,7 +1,8 @@
 """The messages between an agent, its forkserver and its workers.
 
 Agent and forkserver exchange one message per packet of a socket pair. Workers write to the
-forkserver's report pipe, one message per line (`torch_patches.send`).
+forkserver's report pipe, one message per line (`torch_patches.send`). `Stop` and `Missing` are also
+parts of what agent and coordinator exchange.
 """
 
 from __future__ import annotations
@@ -15,15 +16,14 @@ from dataclasses import dataclass, replace
 from typing import Annotated, Any
 
 from clusterjob.node.contract import World
+from clusterjob.node.states import Missing, Stop
 from clusterjob.node.system.codec import Codec, Limit
 from clusterjob.node.verdict import FailureKind
 
 MESSAGE_BYTES = 1 << 17  # maximum of one message; SOCK_SEQPACKET keeps message boundaries
-MAX_NAMED = 8  # maximum ranks that one message names
 _MAX_TEXT, _MAX_WHERE = 900, 300  # characters of a failure; see `torch_patches.fail`
 # Maximum bytes of one reading: the largest size of a pipe (pipe-max-size, proc(5)).
 _MAX_READ = 1 << 20
-_Rank = Annotated[int, Limit((1 << 24) - 1)]
 
 # -- from the agent ------------------------------------------------------------------------------
 
@@ -43,19 +43,6 @@ class StartRound:
 @dataclass(frozen=True)
 class WarnWorkers:
     """Warn the workers of this round and of all later rounds that a preemption is near."""
-
-
-@dataclass(frozen=True)
-class StopWorkers:
-    """Stop the workers: send `signal`, and SIGKILL `grace` seconds later.
-
-    Attributes:
-        early: whether a worker that saves nothing gets SIGKILL earlier.
-    """
-
-    grace: float
-    signal: int
-    early: bool = False
 
 
 @dataclass(frozen=True)
@@ -91,15 +78,6 @@ class WorkerFailing:
     kind: FailureKind | None = None
     started: bool = True
     where: Annotated[str, Limit(_MAX_WHERE, cuts=True)] = ""
-
-
-@dataclass(frozen=True)
-class WorkerWaiting:
-    """A worker waits for ranks that have not joined; `final` is set when it gives up."""
-
-    local_rank: int
-    ranks: Annotated[tuple[_Rank, ...], Limit(MAX_NAMED)]
-    final: bool
 
 
 @dataclass(frozen=True)
@@ -186,13 +164,11 @@ class EndsReported:
 
 @dataclass(frozen=True)
 class WorkersGone:
-    """The answer to `StopWorkers`: no process of the workers is left."""
+    """The answer to `Stop`: no process of the workers is left."""
 
 
-FROM_AGENT = Codec(StartRound, WarnWorkers, StopWorkers, ReportEnds, Quit)
-FROM_WORKER = Codec(
-    WorkerFailing, WorkerWaiting, WorkerAlive, WorkerPhase, WorkerWaits, WorkerHandler
-)
+FROM_AGENT = Codec(StartRound, WarnWorkers, Stop, ReportEnds, Quit)
+FROM_WORKER = Codec(WorkerFailing, Missing, WorkerAlive, WorkerPhase, WorkerWaits, WorkerHandler)
 FROM_FORKSERVER = Codec(
     Ready,
     WorkerExited,
@@ -200,7 +176,7 @@ FROM_FORKSERVER = Codec(
     EndsReported,
     WorkersGone,
     WorkerFailing,
-    WorkerWaiting,
+    Missing,
     WorkerAlive,
     WorkerPhase,
     WorkerWaits,
