@@ -126,8 +126,6 @@ class Forkserver:
         self._fork = False
         self._running: dict[int, int] = {}  # the local rank of each worker, by pid
         self._store: int | None = None
-        # pipes of the workers' output, and the files
-        self._streams: list[tuple[int, Path]] = []
         self._stop: Iterator[None] | None = None  # the steps of a stop of all workers
         # Whether the handler of SIGTERM in Python has begun, by local rank of those that have one.
         self._handlers: dict[int, bool] = {}
@@ -333,7 +331,10 @@ class Forkserver:
         forkserver = os.getpid()
         sys.stdout.flush()
         sys.stderr.flush()
-        with self._open_stream(logs[0]) as out, self._open_stream(logs[1]) as err:
+        with (
+            output_drain.open_stream(self._drain, logs[0]) as out,
+            output_drain.open_stream(self._drain, logs[1]) as err,
+        ):
             # The child inherits the forkserver's handler of SIGTERM. A blocked SIGTERM is not lost:
             # it stays pending until the child has reset the handler.
             mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
@@ -343,13 +344,6 @@ class Forkserver:
             else:
                 signal.pthread_sigmask(signal.SIG_SETMASK, mask)
         return pid
-
-    def _open_stream(self, path: Path) -> FileIO:
-        """Return a stream; what a worker writes to it is written into a file."""
-        pipe, write_end = output_drain.open_stream()
-        self._streams.append((pipe, path))
-        output_drain.add(self._drain, pipe, path)
-        return FileIO(write_end, "wb")
 
     def _become_worker(
         self,
@@ -407,7 +401,7 @@ class Forkserver:
         own = [self._wake_read, self._wake_write, self._reports, self._table]
         if self._warning is not None:
             own.append(self._warning.write_end)
-        for descriptor in (*own, *(pipe for pipe, _ in self._streams)):
+        for descriptor in own:
             os.close(descriptor)
 
     def _connect_stdin(self, *, reads: bool) -> None:
@@ -483,11 +477,8 @@ class Forkserver:
             output_drain.flush(self._drain)  # the agent reads the output of an ended worker
         for pid, status in ended:
             if pid == self._drain_pid:
-                self._drain_pid, self._drain = output_drain.start()
-                for pipe, path in self._streams:
-                    with contextlib.suppress(OSError):
-                        output_drain.add(self._drain, pipe, path)
-            elif pid == self._store:
+                os._exit(1)  # the workers cannot write any more, and end with this process
+            if pid == self._store:
                 self._store = None
                 if self._stop is None:
                     self._send(messages.StoreExited(status))
@@ -569,9 +560,6 @@ class Forkserver:
             yield
         self._stop = None
         output_drain.flush(self._drain)
-        for pipe, _ in self._streams:
-            os.close(pipe)
-        self._streams.clear()
         self._send(messages.WorkersGone())
 
     def _below(self) -> list[int]:
