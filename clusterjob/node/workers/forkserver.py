@@ -127,8 +127,7 @@ class Forkserver:
         self._running: dict[int, int] = {}  # the local rank of each worker, by pid
         self._store: int | None = None
         self._stop: Iterator[None] | None = None  # the steps of a stop of all workers
-        # Whether the handler of SIGTERM in Python has begun, by local rank of those that have one.
-        self._handlers: dict[int, bool] = {}
+        self._terminating = set[int]()  # local ranks whose handler of SIGTERM has begun
         # The pipe of this round's workers; None if the job cannot be preempted.
         self._warning: WarningPipe | None = None
         self._warned = False
@@ -264,7 +263,7 @@ class Forkserver:
             OSError: a worker cannot be started.
         """
         options = self._options
-        self._handlers.clear()
+        self._terminating.clear()
         os.ftruncate(self._table, 0)
         directory = log_files.node_directory(self._job_dir, self._node_rank)
         if descriptors:
@@ -492,8 +491,8 @@ class Forkserver:
         if any(isinstance(message, messages.WorkerFailing) for message in reports):
             output_drain.flush(self._drain)  # the agent looks for a traceback in the output
         for message in reports:
-            if isinstance(message, messages.WorkerHandler):
-                self._handlers[message.local_rank] = message.begun
+            if isinstance(message, messages.WorkerTerminating):
+                self._terminating.add(message.local_rank)
             elif (
                 message.local_rank in self._running.values() or self._options.launcher == "torchrun"
             ):
@@ -567,11 +566,14 @@ class Forkserver:
         return [pid for pid in processes.descendants(os.getpid()) if pid != self._drain_pid]
 
     def _saves_nothing(self, pid: int) -> bool:
-        """Return whether no handler of SIGTERM runs in a worker that got it a second ago."""
-        begun = self._handlers.get(self._running[pid])
-        if begun is None or self._options.launcher == "torchrun":
-            return not collect.has_signal(pid, "SigCgt", signal.SIGTERM)
-        return not begun  # its main thread is stuck in native code
+        """Return whether no handler of SIGTERM runs in a worker that got it a second ago.
+
+        Python runs a handler on the main thread, which may be stuck in native code. Only a process
+        with the hook, which offers its stacks too, says that its handler has begun.
+        """
+        if not collect.has_signal(pid, "SigCgt", signal.SIGTERM):
+            return True
+        return self._running[pid] not in self._terminating and collect.offers(pid)
 
     @staticmethod
     def _signal(pids: list[int], with_signal: int) -> None:

@@ -118,11 +118,10 @@ class WorkerWaits:
 
 
 @dataclass(frozen=True)
-class WorkerHandler:
-    """A worker has set a Python handler of SIGTERM, or the handler has begun."""
+class WorkerTerminating:
+    """A worker's Python handler of SIGTERM has begun."""
 
     local_rank: int
-    begun: bool
 
 
 # -- from the forkserver -------------------------------------------------------------------------
@@ -168,7 +167,9 @@ class WorkersGone:
 
 
 FROM_AGENT = Codec(StartRound, WarnWorkers, Stop, ReportEnds, Quit)
-FROM_WORKER = Codec(WorkerFailing, Missing, WorkerAlive, WorkerPhase, WorkerWaits, WorkerHandler)
+FROM_WORKER = Codec(
+    WorkerFailing, Missing, WorkerAlive, WorkerPhase, WorkerWaits, WorkerTerminating
+)
 FROM_FORKSERVER = Codec(
     Ready,
     WorkerExited,
