@@ -30,7 +30,6 @@ from clusterjob.node.system import codec, network
 from clusterjob.node.system.codec import Limit
 from clusterjob.node.system.sanitize import sanitize
 from clusterjob.node.workers import torch_patches
-from clusterjob.worker.context import report
 
 DEFAULT_TIMEOUT = 1800.0  # seconds, torch's default for gloo
 _ANSWER = 2.0  # seconds for a connection to the store, and for an answer to a new one
@@ -505,7 +504,7 @@ def _await_answer(store: GroupStore, own: Facts, timeout: float) -> None:
         missing = store.without("joined")
         text = f"{own} has joined, and the rank that ends the rendezvous does not answer"
         if missing:
-            report("Missing", ranks=missing[:_MAX_NAMED], gave_up=final)
+            torch_patches.send("Missing", ranks=missing[:_MAX_NAMED], gave_up=final)
             text = _describe_missing(store, missing)
         if final:
             store.offer("go", json.dumps([f"{text}; gave up after {waited:.0f} s", ""]))
@@ -609,7 +608,7 @@ def _describe_silent(store: GroupStore, *, final: bool) -> str:
     silent = sorted({*store.without("formed")} & {*store.without("alive")})
     if not silent:
         return ""
-    report("Missing", ranks=silent[:_MAX_NAMED], gave_up=final)
+    torch_patches.send("Missing", ranks=silent[:_MAX_NAMED], gave_up=final)
     named = [f"{rank} on {_facts(store, rank).process}" for rank in silent[:_MAX_NAMED]]
     how = "joined the rendezvous, no answer while the process group is made: dead or stuck"
     return f"{_waiting_for(silent, named)}: {how}"

@@ -71,8 +71,12 @@ def send(type_: str, **fields: Any) -> None:
     name, _, rest = os.environ.get("CLUSTERJOB_REPORT_FD", "").partition(":")
     local_rank, _, owner = rest.rpartition(":")
     # A child of a worker is no rank, unless that worker is the agent's torchrun: other launchers
-    # leave this variable unset.
-    by_torchrun = owner == str(os.getppid()) and "TORCHELASTIC_ERROR_FILE" in os.environ
+    # leave this variable unset. The failure of a rank is told by torchrun itself.
+    by_torchrun = (
+        owner == str(os.getppid())
+        and "TORCHELASTIC_ERROR_FILE" in os.environ
+        and type_ not in ("WorkerFailing", "Missing")
+    )
     if owner != str(os.getpid()) and not by_torchrun:
         return
     with contextlib.suppress(OSError, ValueError):
