@@ -30,7 +30,6 @@ if TYPE_CHECKING:
 
 _ABANDON_TIMEOUT = 5.0  # seconds to leave a group whose peers may have ended
 _BEAT_INTERVAL = 1.0  # seconds between two heartbeats that are sent
-_MAX_STEP = 2**62
 _OPERATIONS: dict[str, Callable[[list[int | float]], int | float]] = {
     "mean": lambda values: sum(values) / len(values), "sum": sum, "min": min, "max": max,
     "product": math.prod,
@@ -356,8 +355,7 @@ class Context:
         moment = time.monotonic()
         if moment >= self._beat_at:
             self._beat_at = moment + _BEAT_INTERVAL
-            number = -1 if step is None else min(max(int(step), 0), _MAX_STEP)
-            torch_patches.send("WorkerAlive", step=number)
+            torch_patches.send("WorkerAlive", step=-1 if step is None else int(step))
 
     def checkpoint(self, directory: str | os.PathLike[str], *, sharded: bool = False) -> Checkpoint:
         """Return the checkpoints in a directory that all nodes share; it may not exist yet.
