@@ -78,9 +78,8 @@ def init(
         RendezvousError: the processes did not find each other.
         UsageError: the arguments exclude each other, or differ from those of the first call.
     """
-    from clusterjob.node.stacks import offer
     from clusterjob.worker import group
-    from clusterjob.worker.context import is_worker, state
+    from clusterjob.worker.context import state
 
     if backend is not None and backend not in group.BACKENDS:
         raise UsageError(f"unknown backend {backend!r}: must be one of {', '.join(group.BACKENDS)}")
@@ -100,8 +99,6 @@ def init(
         )
         return known
     shutdown()  # closes a context whose group the script has destroyed itself
-    if is_worker():
-        offer.offer()  # forked workers have done this before, and `hook` in others
     finding = group.find_rank(
         {name.upper(): str(value) for name, value in given.items() if value is not None},
         checked=not _group_exists(),

@@ -56,7 +56,7 @@ END_SECONDS = 2.0  # seconds for a node to kill its workers after the end of its
 _ANSWER_SECONDS = 3.0  # seconds for nodes to say what missing ranks do
 _UNFINISHED_SECONDS = 10.0  # seconds after the last success until the other ranks are named
 _MOST_LINES = 64  # about missing ranks, to each node that waits for some
-_MOST_NAMED = 8  # ranks of a node whose stacks go to their logs then
+_MOST_NAMED = 8  # slow nodes in an error of the preflight
 MOST_NODES = 128  # to ask for stacks after a failure: the stop must not wait for thousands
 _COLLECT_SECONDS = 1.9  # seconds for all nodes to send their stacks
 # Seconds between SIGTERM and SIGKILL after a failure, as torchrun: for workers whose handler saves.
@@ -231,7 +231,6 @@ class Ledger(Lasting):
         worlds: the place of each node; the caller adds the address of the store.
         running: whether the workers of all nodes have been started.
         answers: the newest recorded answer of each node about missing ranks.
-        unfinished: notes for ranks that still run long after the others have succeeded, by node.
         polled: when the nodes were asked for failures; None before.
         successes: how many ranks have ended with exit code 0, and when the last one did; infinity
             if the ranks that still run were named since.
@@ -260,7 +259,6 @@ class Ledger(Lasting):
     worlds: Mapping[int, World] = field(default_factory=dict)
     running: bool = False
     answers: Mapping[int, Probed] = field(default_factory=dict)
-    unfinished: Mapping[int, Probe] = field(default_factory=dict)
     polled: float | None = None
     successes: tuple[int, float] = (0, 0.0)
     counts: tuple[int, int, bool] = (0, 0, False)
@@ -497,13 +495,12 @@ def _missing(node: Node, ledger: Ledger) -> Missing | None:
 
 
 def _questions(ledger: Ledger, nodes: Mapping[int, Node]) -> Mapping[int, Probe]:
-    """Return the question to each node with ranks for which others wait, or that still run."""
+    """Return the question to each node with ranks for which others wait."""
     here = (nodes[node] for node in ledger.worlds if node in nodes)
     waits = [missing for node in here if (missing := _missing(node, ledger)) is not None]
     gave_up = any(missing.gave_up for missing in waits)
     by_node = ledger.by_node(rank for missing in waits for rank in missing.ranks) if waits else {}
-    asked = {node: Probe(tuple(own), gave_up) for node, own in by_node.items()}
-    return asked if gave_up else {**ledger.unfinished, **asked}
+    return {node: Probe(tuple(own), gave_up) for node, own in by_node.items()}
 
 
 def _answers(
@@ -1069,11 +1066,8 @@ class _Step:
         still = f"{ranks_text(running)} still run{'s' if len(running) == 1 else ''}"
         text = f"{still}; {ranks_text(ended)} ended {_UNFINISHED_SECONDS:.0f} s ago"
         self.add("unfinished", text=text)
-        notes = {
-            node: Probe(tuple(each[:_MOST_NAMED]), note=text)
-            for node, each in ledger.by_node(running).items()
-        }
-        self.change(successes=(len(ended), math.inf), unfinished=notes)
+        self.say(f"{text}; `clusterjob stacks` shows what they do")
+        self.change(successes=(len(ended), math.inf))
 
     # -- a hang ------------------------------------------------------------------------------------
 

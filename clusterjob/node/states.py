@@ -40,11 +40,12 @@ class Missing:
     """A worker that waits for ranks which have not joined the process group.
 
     Attributes:
+        ranks: the first of them.
         gave_up: whether it does not wait any more.
     """
 
     local_rank: LocalRank
-    ranks: Annotated[tuple[Number, ...], Limit(1 << 14)]
+    ranks: Annotated[tuple[Number, ...], Limit(8)]
     gave_up: bool
 
 
@@ -54,12 +55,10 @@ class Probe:
 
     Attributes:
         gave_up: whether some ranks do not wait for them any more.
-        note: a line for the log of each; such a probe needs no answer.
     """
 
     ranks: Annotated[tuple[Number, ...], Limit(1 << 14)]
     gave_up: bool = False
-    note: str = ""
 
 
 @dataclass(frozen=True)

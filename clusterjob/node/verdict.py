@@ -45,7 +45,7 @@ class JobState(Word):
 
 
 STACK_TITLE = "Its stack (most recent call first):"  # the first of a failure's last lines
-_RANK_MARK = re.compile(r"^\[rank\d+\]: ?", re.ASCII)  # of torch, in each line of a traceback
+_RANK_MARK = re.compile(r"^(?:\[rank\d+\]: ?)+", re.ASCII)  # of torch, in each line of a traceback
 _EFFECT = "failed as a consequence"
 _SAME_ERROR = "failed with the same error"
 _OTHER_REASON = "failed for another reason"

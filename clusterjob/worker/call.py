@@ -119,10 +119,7 @@ def _let_form_group() -> None:
     def init_process_group(*args: Any, **options: Any) -> None:
         if state.context is not None and state.context.holds_group():
             bootstrap.shutdown()
-        had_group, shown = state.grouped, sys.excepthook
         form(*args, **options)
-        if had_group:
-            sys.excepthook = shown  # torch's, which adds the rank, is already below it
 
     dist.init_process_group = dist.distributed_c10d.init_process_group = init_process_group
 

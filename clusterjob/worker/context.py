@@ -18,7 +18,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from clusterjob.errors import UsageError
-from clusterjob.node import contract, program
+from clusterjob.node import program
 from clusterjob.node.environments import this_node
 from clusterjob.node.verdict import PREEMPTED_EXIT_CODE
 from clusterjob.node.workers import torch_patches
@@ -30,8 +30,6 @@ if TYPE_CHECKING:
 
 _ABANDON_TIMEOUT = 5.0  # seconds to leave a group whose peers may have ended
 _BEAT_INTERVAL = 1.0  # seconds between two heartbeats that are sent
-_MAX_STEP = 2**62
-_MAX_MESSAGE = 600  # characters of an error, so that the report is one atomic write
 _OPERATIONS: dict[str, Callable[[list[int | float]], int | float]] = {
     "mean": lambda values: sum(values) / len(values), "sum": sum, "min": min, "max": max,
     "product": math.prod,
@@ -120,7 +118,6 @@ class Context:
 
         self._group = dist.group.WORLD
         self._owned, self._store = owned, store
-        state.grouped = True
         # Such as "cpu:gloo,cuda:nccl"; get_backend() is "undefined" if torch chose the backend.
         self._devices = dict(part.split(":", 1) for part in dist.get_backend_config().split(","))
         self.backend = self._devices.get(self.device.type) or next(iter(self._devices.values()))
@@ -341,13 +338,7 @@ class Context:
             SystemExit: always.
         """
         # Report first: peers may fail as soon as this process leaves.
-        report(
-            "WorkerFailing",
-            monotonic=time.monotonic(),
-            message="left to be queued again",
-            exit_code=PREEMPTED_EXIT_CODE,
-            kind="preempted",
-        )
+        torch_patches.fail("left to be queued again", PREEMPTED_EXIT_CODE, kind="preempted")
         if not _call_within(_ABANDON_TIMEOUT, lambda: leave(failed=False), self.device):
             atexit.register(_end_process, PREEMPTED_EXIT_CODE)  # the group is stuck
         raise SystemExit(PREEMPTED_EXIT_CODE)
@@ -364,8 +355,7 @@ class Context:
         moment = time.monotonic()
         if moment >= self._beat_at:
             self._beat_at = moment + _BEAT_INTERVAL
-            number = -1 if step is None else min(max(int(step), 0), _MAX_STEP)
-            torch_patches.send("WorkerAlive", step=number)  # also of a torchrun's worker
+            torch_patches.send("WorkerAlive", step=-1 if step is None else int(step))
 
     def checkpoint(self, directory: str | os.PathLike[str], *, sharded: bool = False) -> Checkpoint:
         """Return the checkpoints in a directory that all nodes share; it may not exist yet.
@@ -455,25 +445,6 @@ class Context:
         return torch.device("cpu") if "cpu" in self._devices else self.device
 
 
-# -- messages to the agent -------------------------------------------------------------------------
-
-
-def is_worker() -> bool:
-    """Return whether an agent has started this process; False in a worker's children."""
-    return os.environ.get(contract.REPORT_FD, "").rpartition(":")[2] == str(os.getpid())
-
-
-def report(type_: str, **fields: Any) -> None:
-    """Write a message to the agent that has started this process; do nothing without one.
-
-    Args:
-        type_: the name of the message, see `clusterjob.node.workers.forkserver_messages`.
-        **fields: its fields without the local rank.
-    """
-    if is_worker():
-        torch_patches.send(type_, **fields)
-
-
 # -- the end of this process -----------------------------------------------------------------------
 
 
@@ -486,14 +457,12 @@ class ProcessState:
         timeout: the timeout that `init` was given, in seconds.
         watched: pid of the process that `watch` has installed its hooks in. A forked child
             inherits this state.
-        grouped: whether this process has had a process group.
         abandoned: whether threads of an abandoned group may still run.
     """
 
     context: Context | None = None
     timeout: float | None = None
     watched: int = 0
-    grouped: bool = False
     abandoned: bool = False
 
 
@@ -527,10 +496,8 @@ def watch() -> None:
     def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         own = os.getpid() == pid and threading.current_thread() is threading.main_thread()
         if own:
-            report(
-                "WorkerFailing",
-                monotonic=time.monotonic(),
-                message=program.summary(error)[:_MAX_MESSAGE],
+            torch_patches.fail(
+                program.summary(error),
                 exit_code=130 if kind is KeyboardInterrupt else 1,
                 kind=program.failure_kind(error),
                 where=program.place(error),

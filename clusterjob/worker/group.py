@@ -15,7 +15,7 @@ from clusterjob.node.environments.topology import Finding, Topology, Worker, can
 from clusterjob.node.system import network, processes
 from clusterjob.node.workers import torch_patches
 from clusterjob.worker import rendezvous
-from clusterjob.worker.context import Context, state, watch
+from clusterjob.worker.context import Context, watch
 from clusterjob.worker.rendezvous import GroupStore
 
 BACKENDS = ("nccl", "gloo")
@@ -258,7 +258,6 @@ def _make_group(
     if worker is None:
         dist.init_process_group(store=dist.HashStore(), rank=0, world_size=1, **options)
         return None
-    hook = sys.excepthook
     seconds = timeout or rendezvous.DEFAULT_TIMEOUT
     torch_patches.tell("rendezvous")
     try:
@@ -276,9 +275,6 @@ def _make_group(
             f"rank {worker.rank} of {worker.world_size} could not form the process group "
             f"({backend}, store at {store_address}): {reason}"
         ) from error
-    if state.grouped:
-        # For each group torch wraps the hook to add "[rank0]:". Keep only its first wrapper.
-        sys.excepthook = hook
     return place
 
 

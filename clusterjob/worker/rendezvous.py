@@ -30,7 +30,6 @@ from clusterjob.node.system import codec, network
 from clusterjob.node.system.codec import Limit
 from clusterjob.node.system.sanitize import sanitize
 from clusterjob.node.workers import torch_patches
-from clusterjob.worker.context import report
 
 DEFAULT_TIMEOUT = 1800.0  # seconds, torch's default for gloo
 _ANSWER = 2.0  # seconds for a connection to the store, and for an answer to a new one
@@ -348,15 +347,9 @@ class Facts:
         """Parse the facts of another process, in the format that `data` returns.
 
         Raises:
-            RendezvousError: the data is not in this format.
+            ValueError: the data is not in this format.
         """
-        try:
-            return codec.read(cls, json.loads(data))
-        except ValueError as error:
-            raise RendezvousError(
-                "torch's store holds a value that no process of a job writes",
-                "another program uses MASTER_ADDR:MASTER_PORT",
-            ) from error
+        return codec.read(cls, json.loads(data))
 
     def data(self) -> str:
         """Return the facts in the format that `of` parses."""
@@ -455,7 +448,7 @@ def join(store: GroupStore, own: Facts, timeout: float) -> None:
         RanksMissingError: a rank is missing, or the store has ended with the rank that serves it.
         RendezvousError: a rank is claimed twice, of another job, or has other versions. All ranks
             get the same message. A wrong rank is refused at once, without waiting for missing
-            ranks.
+            ranks. Or the store holds a value of another program.
     """
     try:
         _enter(store, own)
@@ -465,6 +458,11 @@ def join(store: GroupStore, own: Facts, timeout: float) -> None:
         reason = str(error).strip().partition("\n")[0]
         raise RanksMissingError(
             f"{own} has joined, and the store of the rendezvous has ended: {reason}"
+        ) from error
+    except ValueError as error:  # under other launchers anybody can sign
+        raise RendezvousError(
+            "torch's store holds a value that no process of a job writes",
+            "another program uses MASTER_ADDR:MASTER_PORT",
         ) from error
     if refused:
         if own.rank == 0 and not store.served:
@@ -506,7 +504,7 @@ def _await_answer(store: GroupStore, own: Facts, timeout: float) -> None:
         missing = store.without("joined")
         text = f"{own} has joined, and the rank that ends the rendezvous does not answer"
         if missing:
-            report("WorkerWaiting", ranks=missing[:_MAX_NAMED], final=final)
+            torch_patches.send("Missing", ranks=missing[:_MAX_NAMED], gave_up=final)
             text = _describe_missing(store, missing)
         if final:
             store.offer("go", json.dumps([f"{text}; gave up after {waited:.0f} s", ""]))
@@ -610,8 +608,7 @@ def _describe_silent(store: GroupStore, *, final: bool) -> str:
     silent = sorted({*store.without("formed")} & {*store.without("alive")})
     if not silent:
         return ""
-    if not final or store.claim("last report"):
-        report("WorkerWaiting", ranks=silent[:_MAX_NAMED], final=final)
+    torch_patches.send("Missing", ranks=silent[:_MAX_NAMED], gave_up=final)
     named = [f"{rank} on {_facts(store, rank).process}" for rank in silent[:_MAX_NAMED]]
     how = "joined the rendezvous, no answer while the process group is made: dead or stuck"
     return f"{_waiting_for(silent, named)}: {how}"

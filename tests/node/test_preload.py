@@ -146,18 +146,18 @@ def test_worker_that_cannot_even_begin_reports_why(
     options = LaunchOptions(Program("script", "train.py"))
     near, far = socket.socketpair()
     server = Forkserver(far, options, tmp_path, "job", attempt=0, node_rank=0, stdin=None)
-    server._reports = messages.ReportPipe()
+    server._reports, server._report_fd = os.pipe2(os.O_NONBLOCK)
     monkeypatch.setattr(server, "_begin_child", lambda _: os.close(1 << 20))
     with open(os.devnull, "wb", buffering=0) as out:
         become = {"variables": {"LOCAL_RANK": "3"}, "argv": ["train"], "streams": (out, out)}
         child = processes.fork(lambda: server._become_worker(0, **become, reads=True))
     assert os.waitpid(child, 0)[1] == 127 << 8
-    [failing] = server._reports.read()
+    [failing] = messages.read_reports(server._reports)
     assert (failing.local_rank, failing.kind) == (3, "launch")
     assert failing.message == "cannot start train: Bad file descriptor"
     for each in (near, far):
         each.close()
-    for descriptor in server._reports.ends:
+    for descriptor in (server._reports, server._report_fd):
         os.close(descriptor)
 
 

@@ -118,8 +118,6 @@ def test_each_worker_that_others_wait_for_is_described(
         "rank 4 (node 1, local rank 0, host gpu1): was not started: its node still imports torch"
     )
     status.started, status.ended[0] = time.monotonic() - 9.2, "exited with code 0"
-    log = tmp_path / "rank6.err"
-    log.touch()
     frames = {
         5: (Frame("/p/clusterjob/bootstrap.py", 7, "init"),),
         6: (Frame("/w/a.py", 40, "load_data"), Frame("/w/train.py", 9, "<module>")),
@@ -150,16 +148,10 @@ def test_each_worker_that_others_wait_for_is_described(
         "  load_data (/w/a.py:40)",
         "  <module> (/w/train.py:9)",
     )
-    assert log.read_text() == ""
-    unfinished = Probe((6,), note="rank 6 still runs")
-    assert not status.describe(unfinished, stacks)[1]
-    assert log.read_text().startswith(
-        "clusterjob: rank 6 still runs; it is in load_data (a.py:40)\nclusterjob: MainThread:\n"
-    )
 
 
 @pytest.mark.parametrize("ranks", ["1", 1, None, [True], [-1], ["1"], [[1]], {"1": 1}, [0] * 9])
 def test_report_of_missing_ranks_with_wrong_ranks_is_refused(ranks: object) -> None:
-    data = {"type": "WorkerWaiting", "local_rank": 0, "ranks": ranks, "final": True}
+    data = {"type": "Missing", "local_rank": 0, "ranks": ranks, "gave_up": True}
     with pytest.raises(MalformedMessageError, match="ranks"):
         forkserver_messages.FROM_WORKER.decode(data)

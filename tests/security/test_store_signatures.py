@@ -14,8 +14,9 @@ from procs import WITH_TORCH, MakeJob, wait_until
 from clusterjob.errors import RendezvousError
 from clusterjob.node import contract
 from clusterjob.node.system import network
-from clusterjob.worker.rendezvous import Facts, GroupStore, print_notice
+from clusterjob.worker.rendezvous import Facts, GroupStore, join, print_notice
 
+WORKER: Any = SimpleNamespace(rank=0, world_size=2)
 ANSWER = json.dumps(["\x1b]0;x\x07send money to mallory", "or else"])
 
 # Rank 1 joins after the other user has written the forged answer.
@@ -60,9 +61,8 @@ def test_signed_value_is_refused_under_another_key_group_or_restart(
 ) -> None:
     import torch.distributed as dist
 
-    worker: Any = SimpleNamespace(rank=0)
     memory = dist.HashStore()
-    first, second = (GroupStore(memory, worker, served=False, number=each) for each in (0, 1))
+    first, second = (GroupStore(memory, WORKER, served=False, number=each) for each in (0, 1))
     key = contract.store_key(b"secret", "job", attempt=0, restart=0)
     monkeypatch.setenv(contract.STORE_KEY, key)
     assert first.offer("rank0", "hello") == first.offer("rank0", "other") == "hello"
@@ -93,9 +93,15 @@ def test_foreign_text_in_a_list_of_ranks_is_ignored() -> None:
 
 
 @pytest.mark.parametrize("data", ["", "[]", "{}", '{"rank": "x"}', "9" * 5000])
-def test_invalid_facts_are_refused(data: str) -> None:
+@pytest.mark.parametrize("name", ["first", "go"])
+def test_invalid_value_of_another_program_is_refused(name: str, data: str) -> None:
+    import torch.distributed as dist
+
+    store = GroupStore(dist.HashStore(), WORKER, served=False, number=0)
+    store.offer(name, data)
+    own = Facts(0, "h", 1, world_size=2, job="j", versions="v", gpu="")
     with pytest.raises(RendezvousError, match="holds a value that no process of a job writes"):
-        Facts.of(data)
+        join(store, own, timeout=1)
 
 
 def test_host_name_of_another_process_is_cut_and_shown_escaped(

@@ -1085,8 +1085,7 @@ def test_ranks_that_still_run_10_s_after_the_others_are_named_once() -> None:
     cluster.wait(30.0)
     [event] = cluster.named("unfinished")
     assert event["text"] == "rank 3 still runs; ranks 0-2 ended 10 s ago"
-    probe = cluster.orders()[1].probe
-    assert (probe.ranks, probe.note) == ((3,), event["text"])
+    assert cluster.lines[-1] == f"{event['text']}; `clusterjob stacks` shows what they do"
 
 
 def test_many_ranks_that_still_run_are_grouped_in_one_text() -> None:
@@ -1096,11 +1095,6 @@ def test_many_ranks_that_still_run_are_grouped_in_one_text() -> None:
     cluster.wait(10.5)
     [event] = cluster.named("unfinished")
     assert event["text"] == ("ranks 3-4, 6-18, 20-31 still run; ranks 0-2, 5, 19 ended 10 s ago")
-    probes = [order.probe for order in cluster.orders().values()]
-    assert [probe.ranks for probe in probes if probe is not None] == [
-        (3, 4, 6, 7, 8, 9, 10, 11),
-        (16, 17, 18, 20, 21, 22, 23, 24),
-    ]
     cluster.say(1, succeeded=(3, 4))
     cluster.wait(10.5)
     assert len(cluster.named("unfinished")) == 2, "another rank has ended"

@@ -21,11 +21,11 @@ from clusterjob.node.metrics.samples import NodeFacts, Sample, SampleWriter
 from clusterjob.node.rendezvous import messages, root_cause
 from clusterjob.node.rendezvous.messages import check_sender
 from clusterjob.node.stacks import progress
+from clusterjob.node.stacks.flight_recorder import DUMP_FILE, PIPE_FILE, FlightRecorder
 from clusterjob.node.stacks.grouping import Frame, RankStack, ThreadStack
 from clusterjob.node.stacks.progress import Activity, Progress
 from clusterjob.node.system.codec import MalformedMessageError
 from clusterjob.node.verdict import Failure, FailureKind, JobState, Verdict
-from clusterjob.node.workers.flight_recorder import DUMP_FILE, PIPE_FILE, FlightRecorder
 
 TORCH = "/venv/lib/python3.11/site-packages/torch/distributed/distributed_c10d.py"
 

@@ -164,7 +164,7 @@ def test_text_shows_stack_under_its_name_and_lines_without_label_of_torch() -> N
 
     title = "  its stack (most recent call first):"
     assert shown(STACK_TITLE, "decode (data.py:7)") == [title, "  | decode (data.py:7)"]
-    lines = shown("[rank3]: Traceback", "[rank3]:   File", "a [rank3]: b")
+    lines = shown("[rank3]: Traceback", "[rank3]: [rank3]:   File", "a [rank3]: b")
     assert lines[1:] == ["  | Traceback", "  |   File", "  | a [rank3]: b"]
 
 
@@ -263,9 +263,9 @@ IN_SCRIPT = ['  File "/home/me/train.py", line 3', "    x = = 1", "        ^"]
         (
             [
                 *FIRST,
-                f"[rank1]: {TITLE}",
-                '[rank1]:   File "b.py", line 2, in <module>',
-                "[rank1]: ValueError: boom",
+                f"[rank1]: [rank1]: {TITLE}",  # of the second process group
+                '[rank1]: [rank1]:   File "b.py", line 2, in <module>',
+                "[rank1]: [rank1]: ValueError: boom",
                 "more of the message",
                 "Set the environment variable HYDRA_FULL_ERROR=1",
             ],

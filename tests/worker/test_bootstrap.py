@@ -30,7 +30,8 @@ from clusterjob import bootstrap
 from clusterjob.errors import PlacementError, UsageError
 from clusterjob.node.environments.topology import Topology, Worker
 from clusterjob.node.logs import failure_texts
-from clusterjob.worker import context, group
+from clusterjob.node.workers import torch_patches
+from clusterjob.worker import group
 
 # -- the import ------------------------------------------------------------------------------------
 
@@ -473,20 +474,6 @@ def test_exception_ends_process_at_once_with_code_1(
     assert other.out == "atexit ran\n"
 
 
-def test_traceback_has_rank_once_if_group_is_not_first_init(
-    tmp_path: Path, preloaded: Preloaded
-) -> None:
-    text = """
-        from clusterjob import bootstrap
-        for process_group in (False, True, True):
-            bootstrap.init(process_group=process_group)
-            bootstrap.shutdown()
-        raise ValueError("boom")
-    """
-    [process] = start_manually(preloaded, 1, [script(tmp_path, text)], tmp_path)
-    assert finish(process).err.splitlines()[-1] == "[rank0]: ValueError: boom"
-
-
 def test_exit_code_of_sys_exit_in_with_block_is_kept(tmp_path: Path, preloaded: Preloaded) -> None:
     text = (
         "import sys\nfrom clusterjob import bootstrap\n"
@@ -515,10 +502,14 @@ def test_only_the_worker_itself_reports(monkeypatch: pytest.MonkeyPatch) -> None
     try:
         for value in ("", "x:y", f"{write}:{os.getppid()}", f"999999:{os.getpid()}"):
             monkeypatch.setenv("CLUSTERJOB_REPORT_FD", value)
-            context.report("WorkerAlive", step=1)
+            torch_patches.send("WorkerAlive", step=1)
         monkeypatch.setenv("CLUSTERJOB_REPORT_FD", f"{write}:{os.getpid()}")
-        context.report("WorkerAlive", step=2)
-        assert os.read(read, 1000).count(b"step") == 1
+        torch_patches.send("WorkerAlive", step=2)
+        # The parent is the agent's torchrun.
+        monkeypatch.setenv("CLUSTERJOB_REPORT_FD", f"{write}:{os.getppid()}")
+        monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", "error.json")
+        torch_patches.fail("boom", 1, "code")
+        assert os.read(read, 1000).count(b"type") == 1
     finally:
         os.close(read)
         os.close(write)

@@ -27,6 +27,7 @@ from clusterjob.node.metrics.stragglers import Wait
 from clusterjob.node.rendezvous import messages, root_cause
 from clusterjob.node.rendezvous.identity import NodeJob
 from clusterjob.node.stacks.collect import collect
+from clusterjob.node.stacks.flight_recorder import FlightRecorder
 from clusterjob.node.stacks.grouping import RankStack
 from clusterjob.node.stacks.progress import Progress
 from clusterjob.node.states import (
@@ -42,7 +43,6 @@ from clusterjob.node.system import crashes, devices, files, processes
 from clusterjob.node.system.codec import plain
 from clusterjob.node.verdict import Failure, FailureKind
 from clusterjob.node.workers import forkserver_messages
-from clusterjob.node.workers.flight_recorder import FlightRecorder
 from clusterjob.node.workers.forkserver_client import ForkserverClient
 from clusterjob.node.workers.worker_failures import Failures, WorkerStatus, how
 
@@ -321,9 +321,7 @@ class NodeWorkers:
             for local_rank in running:
                 self._begin_rank_phase(local_rank, Phase.STOP)
         if self.forkserver.ready and not self.forkserver.gone:
-            self.forkserver.send(
-                forkserver_messages.StopWorkers(stop.grace, stop.signal, stop.early)
-            )
+            self.forkserver.send(stop)
         else:
             self.forkserver.drop_round()
             self.report.set(idle=True)
@@ -368,8 +366,7 @@ class NodeWorkers:
         if order.probe is not None and order.probe != done.probe:
             stacks = await _in_thread([], self._stacks)
             lines, failures = status.describe(order.probe, stacks)
-            if not order.probe.note:
-                found["probed"] = answer_to(order.probe, lines, failures)
+            found["probed"] = answer_to(order.probe, lines, failures)
         if order.sample not in (0, done.sample):
             # Without a sample, nothing shows that the workers stand still.
             if await _in_thread(True, self._progress.sample, self._stacks):
@@ -396,9 +393,7 @@ class NodeWorkers:
             forkserver_messages.Ready: self._on_ready,
             forkserver_messages.WorkerFailing: self._on_worker_failing,
             forkserver_messages.WorkerExited: self._on_worker_exited,
-            forkserver_messages.WorkerWaiting: lambda waiting: self.report.set(
-                missing=Missing(waiting.local_rank, waiting.ranks, gave_up=waiting.final)
-            ),
+            Missing: lambda missing: self.report.set(missing=missing),
             forkserver_messages.WorkerAlive: lambda alive: self.report.note_alive(
                 time.monotonic(), alive.step
             ),
@@ -453,7 +448,7 @@ class NodeWorkers:
             code=message.exit_code,
             signal_name=None,
             message=message.message,
-            kind=next((each for each in FailureKind if each.value == message.kind), None),
+            kind=message.kind,
             where=message.where,
         )
         self.report.fail(failure, message.monotonic, exited=not message.started)

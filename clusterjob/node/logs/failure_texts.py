@@ -115,7 +115,7 @@ _RULES = (
     (
         Meaning.OOM_HOST,
         (
-            r"^(?:\[rank\d+\]: ?)?MemoryError\b|\[Errno 12\] Cannot allocate memory"
+            r"^(?:\[rank\d+\]: ?)*MemoryError\b|\[Errno 12\] Cannot allocate memory"
             r"|DefaultCPUAllocator: .*(?:not enough memory|can't allocate memory)"
             r"|workers are out of shared memory"
         ),
@@ -131,7 +131,7 @@ _RULES = (
     ),
     (
         Meaning.IMPORT,
-        r"^(?:\[rank\d+\]: ?)?(?:ImportError|ModuleNotFoundError): ",
+        r"^(?:\[rank\d+\]: ?)*(?:ImportError|ModuleNotFoundError): ",
         "Python",
     ),
     # torch/distributed/elastic is excluded: `@record` of torchrun wraps a whole script.
@@ -252,8 +252,8 @@ def collective(lines: Sequence[str]) -> str | None:
     return next((match[1] for match in matches if match is not None), None)
 
 
-# torch marks every line of a traceback while a process group exists.
-_RANK_MARK = re.compile(r"\[rank\d+\]: ?")
+# torch marks every line of a traceback once a process group was made, and again for each one.
+_RANK_MARK = re.compile(r"(?:\[rank\d+\]: ?)+")
 _TRACEBACK = "Traceback (most recent call last):"
 _EXCEPTION = re.compile(r"[^\W\d][\w.]*(: .*)?")
 _SYNTAX = re.compile(r"(?:SyntaxError|IndentationError|TabError): ")

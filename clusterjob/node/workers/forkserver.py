@@ -31,7 +31,8 @@ from clusterjob.node.logs import ends, log_files
 from clusterjob.node.logs.job_dir import STORE_LOG
 from clusterjob.node.options import LaunchOptions
 from clusterjob.node.program import Program
-from clusterjob.node.stacks import collect, grouping, offer
+from clusterjob.node.stacks import collect, offer
+from clusterjob.node.states import Stop
 from clusterjob.node.system import files, processes
 from clusterjob.node.system.processes import SharedNote
 from clusterjob.node.verdict import FailureKind
@@ -42,7 +43,7 @@ from clusterjob.node.workers import hook, output_drain, preload, torch_patches
 # multiprocessing's resource tracker frees the shared memory. It ignores SIGTERM and waits until the
 # last process that holds its pipe, such as a DataLoader worker, has ended.
 _TERMINATE_LEFTOVERS, _KILL_LEFTOVERS = 0.1, 0.5
-# Seconds for a worker to begin its handler of SIGTERM after a failure, or to end after it.
+# Seconds for a worker to begin its handler of SIGTERM after a failure.
 _EARLY_KILL = 1.0
 _ORPHANED_GRACE = 0.5  # seconds between SIGTERM and SIGKILL when the agent is gone
 _SWEEP_INTERVAL = 0.02
@@ -125,11 +126,8 @@ class Forkserver:
         self._fork = False
         self._running: dict[int, int] = {}  # the local rank of each worker, by pid
         self._store: int | None = None
-        # pipes of the workers' output, and the files
-        self._streams: list[tuple[int, Path]] = []
         self._stop: Iterator[None] | None = None  # the steps of a stop of all workers
-        # The state of the SIGTERM handlers in Python, and since when, by local rank.
-        self._sigterm: dict[int, tuple[str, float]] = {}
+        self._terminating = set[int]()  # local ranks whose handler of SIGTERM has begun
         # The pipe of this round's workers; None if the job cannot be preempted.
         self._warning: WarningPipe | None = None
         self._warned = False
@@ -205,12 +203,13 @@ class Forkserver:
 
     def _open(self) -> None:
         self._wake_read, self._wake_write = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
-        self._reports = messages.ReportPipe()
+        # Every worker inherits the write end.
+        self._reports, self._report_fd = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         self._table = offer.anonymous_file(TABLE)  # see `_write_table`
         signal.signal(signal.SIGCHLD, lambda *_: os.write(self._wake_write, b"."))
         # Not epoll: its descriptor would be shared with every forked worker.
         self._poll = select.poll()
-        for descriptor in (self._control.fileno(), self._wake_read, self._reports.read_end):
+        for descriptor in (self._control.fileno(), self._wake_read, self._reports):
             self._poll.register(descriptor, select.POLLIN)
         # Replace SIGKILL by SIGTERM, which then has no effect. From here on, EOF on the control
         # socket reports the agent's death, and this process lives on to stop the workers.
@@ -234,9 +233,7 @@ class Forkserver:
                 except OSError as failed:
                     error = self._no_gpus or f"cannot start a worker: {failed}"
                 local_rank, now, kind = len(self._running), time.monotonic(), FailureKind.LAUNCH
-                self._send(
-                    messages.WorkerFailing(local_rank, now, error, 1, kind.value, started=False)
-                )
+                self._send(messages.WorkerFailing(local_rank, now, error, 1, kind, started=False))
             case messages.WarnWorkers():
                 self._warned = True
                 if self._warning is not None:
@@ -248,7 +245,7 @@ class Forkserver:
             case messages.ReportEnds():
                 self._reap()
                 self._send(messages.EndsReported())
-            case messages.StopWorkers():
+            case Stop():
                 self._begin_stop(message.grace, message.signal, early=message.early)
             case messages.Quit():
                 self._quit = True
@@ -266,7 +263,7 @@ class Forkserver:
             OSError: a worker cannot be started.
         """
         options = self._options
-        self._sigterm.clear()
+        self._terminating.clear()
         os.ftruncate(self._table, 0)
         directory = log_files.node_directory(self._job_dir, self._node_rank)
         if descriptors:
@@ -333,7 +330,10 @@ class Forkserver:
         forkserver = os.getpid()
         sys.stdout.flush()
         sys.stderr.flush()
-        with self._open_stream(logs[0]) as out, self._open_stream(logs[1]) as err:
+        with (
+            output_drain.open_stream(self._drain, logs[0]) as out,
+            output_drain.open_stream(self._drain, logs[1]) as err,
+        ):
             # The child inherits the forkserver's handler of SIGTERM. A blocked SIGTERM is not lost:
             # it stays pending until the child has reset the handler.
             mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
@@ -343,13 +343,6 @@ class Forkserver:
             else:
                 signal.pthread_sigmask(signal.SIG_SETMASK, mask)
         return pid
-
-    def _open_stream(self, path: Path) -> FileIO:
-        """Return a stream; what a worker writes to it is written into a file."""
-        pipe, write_end = output_drain.open_stream()
-        self._streams.append((pipe, path))
-        output_drain.add(self._drain, pipe, path)
-        return FileIO(write_end, "wb")
 
     def _become_worker(
         self,
@@ -366,7 +359,7 @@ class Forkserver:
         """
         # The pid identifies the owner of the descriptor: a child of the worker inherits the
         # variable, but not the pipe. Without a local rank, torchrun starts the workers.
-        report_fd, local_rank = self._reports.ends[1], variables.get("LOCAL_RANK", "")
+        report_fd, local_rank = self._report_fd, variables.get("LOCAL_RANK", "")
         os.environ[contract.REPORT_FD] = f"{report_fd}:{local_rank}:{os.getpid()}"
         try:
             self._begin_child(forkserver)
@@ -404,10 +397,10 @@ class Forkserver:
         # Not by number: the program may reuse the number before Python frees the socket.
         self._control.close()
         self._drain.close()
-        own = [self._wake_read, self._wake_write, self._reports.read_end, self._table]
+        own = [self._wake_read, self._wake_write, self._reports, self._table]
         if self._warning is not None:
             own.append(self._warning.write_end)
-        for descriptor in (*own, *(pipe for pipe, _ in self._streams)):
+        for descriptor in own:
             os.close(descriptor)
 
     def _connect_stdin(self, *, reads: bool) -> None:
@@ -483,11 +476,8 @@ class Forkserver:
             output_drain.flush(self._drain)  # the agent reads the output of an ended worker
         for pid, status in ended:
             if pid == self._drain_pid:
-                self._drain_pid, self._drain = output_drain.start()
-                for pipe, path in self._streams:
-                    with contextlib.suppress(OSError):
-                        output_drain.add(self._drain, pipe, path)
-            elif pid == self._store:
+                os._exit(1)  # the workers cannot write any more, and end with this process
+            if pid == self._store:
                 self._store = None
                 if self._stop is None:
                     self._send(messages.StoreExited(status))
@@ -497,12 +487,12 @@ class Forkserver:
                 self._send(message)
 
     def _read_reports(self) -> None:
-        reports = [*self._reports.read()]
+        reports = [*messages.read_reports(self._reports)]
         if any(isinstance(message, messages.WorkerFailing) for message in reports):
             output_drain.flush(self._drain)  # the agent looks for a traceback in the output
         for message in reports:
-            if isinstance(message, messages.WorkerHandler):
-                self._sigterm[message.local_rank] = (message.state, time.monotonic())
+            if isinstance(message, messages.WorkerTerminating):
+                self._terminating.add(message.local_rank)
             elif (
                 message.local_rank in self._running.values() or self._options.launcher == "torchrun"
             ):
@@ -549,17 +539,13 @@ class Forkserver:
 
     def _stop_steps(self, begun: float) -> Iterator[None]:
         """Kill the workers when it is time, then what they left behind; a step takes 20 ms."""
-        stacks: dict[int, collect.Request] = {}  # of workers whose handler of SIGTERM has ended
         while self._running:
             if time.monotonic() >= self._kill_at:
                 self._signal(self._below(), signal.SIGKILL)
-            elif self._kills_early:
-                idle = [pid for pid in self._running if self._is_idle(pid, begun, stacks)]
-                self._signal(idle, signal.SIGKILL)
+            elif self._kills_early and time.monotonic() > begun + _EARLY_KILL:
+                self._signal(list(filter(self._saves_nothing, self._running)), signal.SIGKILL)
             yield
-        for request in stacks.values():
-            request.close()
-        while self._store is not None:
+        while self._store is not None:  # until it is reaped: else its end is a failure
             processes.send_signal(self._store, signal.SIGKILL)
             yield
         empty, terminated = time.monotonic(), False
@@ -573,31 +559,21 @@ class Forkserver:
             yield
         self._stop = None
         output_drain.flush(self._drain)
-        for pipe, _ in self._streams:
-            os.close(pipe)
-        self._streams.clear()
         self._send(messages.WorkersGone())
 
     def _below(self) -> list[int]:
         """Return the processes that the workers started, and the workers."""
         return [pid for pid in processes.descendants(os.getpid()) if pid != self._drain_pid]
 
-    def _is_idle(self, pid: int, begun: float, stacks: dict[int, collect.Request]) -> bool:
-        """Return whether a worker that got SIGTERM saves nothing, by its handler of SIGTERM."""
-        state, since = self._sigterm.get(self._running[pid], ("", 0.0))
-        if time.monotonic() < max(since, begun) + _EARLY_KILL or state == "begun":
-            return False
-        if self._options.launcher == "torchrun" or state not in ("set", "ended"):
-            return not collect.has_signal(pid, "SigCgt", signal.SIGTERM)
-        if state == "set":  # stuck in native code
+    def _saves_nothing(self, pid: int) -> bool:
+        """Return whether no handler of SIGTERM runs in a worker that got it a second ago.
+
+        Python runs a handler on the main thread, which may be stuck in native code. Only a process
+        with the hook, which offers its stacks too, says that its handler has begun.
+        """
+        if not collect.has_signal(pid, "SigCgt", signal.SIGTERM):
             return True
-        if pid not in stacks:
-            stacks[pid] = collect.ask(pid)
-        threads = next(stacks[pid], ())
-        if threads is None:
-            return False
-        del stacks[pid]
-        return bool(threads) and grouping.waits_for_peers(threads[0].frames)
+        return self._running[pid] not in self._terminating and collect.offers(pid)
 
     @staticmethod
     def _signal(pids: list[int], with_signal: int) -> None:

@@ -101,12 +101,10 @@ class ForkserverClient:
 
     async def quit(self) -> None:
         """Let the forkserver stop everything and exit; kill it after 3 s. Wait for `reap`."""
-        if self.ready:
-            self.send(messages.Quit())
-        elif not self.gone:
-            processes.send_signal(self.pid, signal.SIGKILL)
-        try:
-            await asyncio.wait_for(self._reaped.wait(), _QUIT_TIMEOUT)
-        except asyncio.TimeoutError:
-            processes.send_signal(self.pid, signal.SIGKILL)
-            await self._reaped.wait()
+        self.send(messages.Quit())  # which it reads after its imports
+        seconds = _QUIT_TIMEOUT if self.ready else 0.0
+        kill = asyncio.get_running_loop().call_later(
+            seconds, processes.send_signal, self.pid, signal.SIGKILL
+        )
+        await self._reaped.wait()
+        kill.cancel()

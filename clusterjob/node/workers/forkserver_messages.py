@@ -1,7 +1,8 @@
 """The messages between an agent, its forkserver and its workers.
 
 Agent and forkserver exchange one message per packet of a socket pair. Workers write to the
-forkserver's report pipe, one message per line (`torch_patches.send`).
+forkserver's report pipe, one message per line (`torch_patches.send`). `Stop` and `Missing` are also
+parts of what agent and coordinator exchange.
 """
 
 from __future__ import annotations
@@ -15,15 +16,14 @@ from dataclasses import dataclass, replace
 from typing import Annotated, Any
 
 from clusterjob.node.contract import World
+from clusterjob.node.states import Missing, Stop
 from clusterjob.node.system.codec import Codec, Limit
+from clusterjob.node.verdict import FailureKind
 
 MESSAGE_BYTES = 1 << 17  # maximum of one message; SOCK_SEQPACKET keeps message boundaries
-MAX_NAMED = 8  # maximum ranks that one message names
 _MAX_TEXT, _MAX_WHERE = 900, 300  # characters of a failure; see `torch_patches.fail`
 # Maximum bytes of one reading: the largest size of a pipe (pipe-max-size, proc(5)).
 _MAX_READ = 1 << 20
-_MAX_REST = 1 << 16  # bytes of a line without an end
-_Rank = Annotated[int, Limit((1 << 24) - 1)]
 
 # -- from the agent ------------------------------------------------------------------------------
 
@@ -43,19 +43,6 @@ class StartRound:
 @dataclass(frozen=True)
 class WarnWorkers:
     """Warn the workers of this round and of all later rounds that a preemption is near."""
-
-
-@dataclass(frozen=True)
-class StopWorkers:
-    """Stop the workers: send `signal`, and SIGKILL `grace` seconds later.
-
-    Attributes:
-        early: whether a worker that saves nothing gets SIGKILL earlier.
-    """
-
-    grace: float
-    signal: int
-    early: bool = False
 
 
 @dataclass(frozen=True)
@@ -79,7 +66,7 @@ class WorkerFailing:
         monotonic: the time of the failure, by the monotonic clock of the node.
         message: the error, one line.
         exit_code: the exit code that the worker will have.
-        kind: a `FailureKind`; empty if the worker cannot determine it.
+        kind: the kind; None if the worker cannot determine it.
         started: False if the worker was never started.
         where: the file and line that raised the exception; empty if unknown.
     """
@@ -88,18 +75,9 @@ class WorkerFailing:
     monotonic: float
     message: Annotated[str, Limit(_MAX_TEXT, cuts=True)]
     exit_code: Annotated[int, Limit(255)]
-    kind: str = ""
+    kind: FailureKind | None = None
     started: bool = True
     where: Annotated[str, Limit(_MAX_WHERE, cuts=True)] = ""
-
-
-@dataclass(frozen=True)
-class WorkerWaiting:
-    """A worker waits for ranks that have not joined; `final` is set when it gives up."""
-
-    local_rank: int
-    ranks: Annotated[tuple[_Rank, ...], Limit(MAX_NAMED)]
-    final: bool
 
 
 @dataclass(frozen=True)
@@ -140,15 +118,10 @@ class WorkerWaits:
 
 
 @dataclass(frozen=True)
-class WorkerHandler:
-    """A worker has a Python handler of SIGTERM.
-
-    Attributes:
-        state: ``set``, ``begun`` or ``ended``.
-    """
+class WorkerTerminating:
+    """A worker's Python handler of SIGTERM has begun."""
 
     local_rank: int
-    state: Annotated[str, Limit(5)]
 
 
 # -- from the forkserver -------------------------------------------------------------------------
@@ -190,12 +163,12 @@ class EndsReported:
 
 @dataclass(frozen=True)
 class WorkersGone:
-    """The answer to `StopWorkers`: no process of the workers is left."""
+    """The answer to `Stop`: no process of the workers is left."""
 
 
-FROM_AGENT = Codec(StartRound, WarnWorkers, StopWorkers, ReportEnds, Quit)
+FROM_AGENT = Codec(StartRound, WarnWorkers, Stop, ReportEnds, Quit)
 FROM_WORKER = Codec(
-    WorkerFailing, WorkerWaiting, WorkerAlive, WorkerPhase, WorkerWaits, WorkerHandler
+    WorkerFailing, Missing, WorkerAlive, WorkerPhase, WorkerWaits, WorkerTerminating
 )
 FROM_FORKSERVER = Codec(
     Ready,
@@ -204,7 +177,7 @@ FROM_FORKSERVER = Codec(
     EndsReported,
     WorkersGone,
     WorkerFailing,
-    WorkerWaiting,
+    Missing,
     WorkerAlive,
     WorkerPhase,
     WorkerWaits,
@@ -214,31 +187,19 @@ FROM_FORKSERVER = Codec(
 # -- the report pipe of the workers ----------------------------------------------------------------
 
 
-class ReportPipe:
-    """The forkserver's side of the report pipe; every worker inherits the write end.
+def read_reports(pipe: int) -> Iterator[Any]:
+    """Yield the reports that have arrived in the workers' pipe; skip lines that are no report.
 
-    Attributes:
-        read_end: the descriptor that is readable when there is a report.
-        ends: both descriptors.
+    A worker writes each line at once, so that it is never divided.
     """
-
-    def __init__(self) -> None:
-        self.ends = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
-        self.read_end = self.ends[0]
-        self._rest = b""
-
-    def read(self) -> Iterator[Any]:
-        """Yield the reports that have arrived; skip lines that are no report."""
-        data = self._rest
-        with contextlib.suppress(BlockingIOError):
-            data += os.read(self.read_end, _MAX_READ)
-        *lines, rest = data.split(b"\n")
-        self._rest = rest[:_MAX_REST]
-        for line in lines:
-            # User code can write anything into the pipe.
-            with contextlib.suppress(ValueError, RecursionError):
-                message = FROM_WORKER.decode(json.loads(line))
-                if isinstance(message, WorkerFailing):
-                    began = min(message.monotonic, time.monotonic())
-                    message = replace(message, monotonic=began, started=True)
-                yield message
+    data = b""
+    with contextlib.suppress(BlockingIOError):
+        data = os.read(pipe, _MAX_READ)
+    for line in data.split(b"\n"):
+        # User code can write anything into the pipe.
+        with contextlib.suppress(ValueError, RecursionError):
+            message = FROM_WORKER.decode(json.loads(line))
+            if isinstance(message, WorkerFailing):
+                began = min(message.monotonic, time.monotonic())
+                message = replace(message, monotonic=began, started=True)
+            yield message

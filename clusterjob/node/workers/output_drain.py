@@ -2,8 +2,8 @@
 
 Each stream of a worker is a pipe. A plain file would be emptied when a program opens /dev/stderr
 for writing; sockets and append-only files refuse that. A worker waits for the file only if the pipe
-is full. The forkserver keeps the pipes, and starts this process again if it is killed. Output that
-finds no room on the disk is dropped, and a line says so.
+is full. If this process is killed, so are the forkserver and the workers. Output that finds no room
+on the disk is dropped, and a line says so.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import select
 import signal
 import socket
 from dataclasses import dataclass
+from io import FileIO
 from pathlib import Path
 
 from clusterjob.node.system import files, processes
@@ -26,7 +27,7 @@ _FLUSH_SECONDS = 1.0  # an answer may take longer on a disk that hangs
 
 
 def start() -> tuple[int, socket.socket]:
-    """Fork the process; return its pid and the socket that `add` and `flush` use."""
+    """Fork the process; return its pid and the socket that `open_stream` and `flush` use."""
     own, control = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     own.settimeout(_FLUSH_SECONDS)
     pid = processes.fork(lambda: _drain(control))
@@ -34,23 +35,20 @@ def start() -> tuple[int, socket.socket]:
     return pid, own
 
 
-def open_stream() -> tuple[int, int]:
-    """Return a pipe for one stream of a worker: the end for `add`, and that of the worker."""
-    read_end, write_end = os.pipe2(os.O_CLOEXEC)
-    os.set_blocking(read_end, False)
-    with contextlib.suppress(OSError):
-        fcntl.fcntl(read_end, fcntl.F_SETPIPE_SZ, _PIPE_BYTES)
-    return read_end, write_end
-
-
-def add(control: socket.socket, pipe: int, path: Path) -> None:
-    """Let the process write into a file what comes from a pipe of `open_stream`.
+def open_stream(control: socket.socket, path: Path) -> FileIO:
+    """Return a worker's end of a pipe; the process writes what comes from it into a file.
 
     Raises:
         OSError: the file cannot be created, or the process has ended.
     """
     with os.fdopen(files.open_log(path), "wb") as log:
-        socket.send_fds(control, [os.fsencode(path.name)], [pipe, log.fileno()])
+        read_end, write_end = os.pipe2(os.O_CLOEXEC)
+        os.set_blocking(read_end, False)
+        with contextlib.suppress(OSError):
+            fcntl.fcntl(read_end, fcntl.F_SETPIPE_SZ, _PIPE_BYTES)
+        socket.send_fds(control, [os.fsencode(path.name)], [read_end, log.fileno()])
+        os.close(read_end)
+    return FileIO(write_end, "wb")
 
 
 def flush(control: socket.socket) -> None:

@@ -3,12 +3,11 @@
 The agents start this module as the only worker of each node. It starts Ray, whose processes the
 kernel kills when this process ends. On node 0, Ray's head is at the job's master address and port;
 when all nodes have joined, the process becomes the program, with RAY_ADDRESS. The other nodes end
-when the head does not answer any more.
+when the head refuses connections.
 """
 
 from __future__ import annotations
 
-import atexit
 import functools
 import hashlib
 import hmac
@@ -24,12 +23,11 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
 from dataclasses import replace
+from multiprocessing.util import Finalize
 from pathlib import Path
 from typing import Any
 
-from clusterjob.errors import ClusterJobError
 from clusterjob.node import contract
 from clusterjob.node.logs.log_files import last_lines, node_directory
 from clusterjob.node.options import LaunchOptions
@@ -37,7 +35,6 @@ from clusterjob.node.program import Program
 from clusterjob.node.system import devices, files, network, processes
 
 _POLL = 0.1  # seconds between two looks at the processes
-_LOST = 3  # attempts to connect in a row that fail after which the head is gone
 _CONNECT_TIMEOUT = 5.0
 _MAX_TEMPORARY = 16  # characters: the paths of Ray's sockets have at most 107
 _HANGS = 60  # seconds after which Ray's own client, which may hang, is killed
@@ -51,13 +48,9 @@ def node_options(options: LaunchOptions) -> LaunchOptions:
     """
     usual = tempfile.gettempdir()
     parent = usual if len(usual) <= _MAX_TEMPORARY else "/tmp"  # noqa: S108 - mkdtemp is private
-    directory, owner = tempfile.mkdtemp(prefix="ray-", dir=parent), os.getpid()
-
-    @atexit.register
-    def remove() -> None:
-        if os.getpid() == owner:  # a forked process inherits this handler
-            shutil.rmtree(directory, ignore_errors=True)
-
+    directory = tempfile.mkdtemp(prefix="ray-", dir=parent)
+    # Unlike a handler of atexit, it does nothing in a forked process.
+    Finalize(None, shutil.rmtree, args=(directory, True), exitpriority=0)
     cpus = (options.cpus_per_task or 0) * (options.nproc_per_node or 1)
     settings = (directory, f"{options.join_timeout:g}", str(cpus))
     own = (*settings, *options.program.argv(sys.executable))
@@ -67,53 +60,52 @@ def node_options(options: LaunchOptions) -> LaunchOptions:
 
 
 def main() -> None:
-    """Run this node; on node 0, become the program."""
+    """Run this node until the head has ended; on node 0, become the program."""
     directory, timeout, cpus, *program = sys.argv[1:]
-    try:
-        _run(Path(directory), float(timeout), cpus=int(cpus), program=program)
-    except ClusterJobError as error:
-        sys.exit(f"clusterjob: {error.message}")
-
-
-def _run(directory: Path, timeout: float, cpus: int, program: list[str]) -> None:
-    """Run this node until the head has ended; on node 0, become the program.
-
-    Raises:
-        ClusterJobError: Ray cannot run here, or has ended.
-    """
+    deadline = time.monotonic() + float(timeout)
     rank, count = int(os.environ["GROUP_RANK"]), int(os.environ["GROUP_WORLD_SIZE"])
     _check_version(count)
-    name, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-    try:
-        host = network.addresses_of(name)[0]  # Ray needs an IP address
-    except OSError as error:
-        raise ClusterJobError(f"{name} cannot be resolved: {error.strerror}") from error
+    # Ray needs an IP address.
+    host, port = network.addresses_of(os.environ["MASTER_ADDR"])[0], int(os.environ["MASTER_PORT"])
     address = network.with_port(host, port)
     log = node_directory(Path(os.environ[contract.JOB_DIR]), rank) / "ray.log"
-    _change_environment(directory / "token")
-    deadline = time.monotonic() + timeout
+    _change_environment(Path(directory) / "token")
+    started: subprocess.Popen[bytes] | None = None
+
+    def wait(missing: str = "") -> None:
+        """Wait a moment; exit if Ray has ended here, or something is missing at the deadline."""
+        if started is not None and started.poll() is not None:
+            text = " ".join(last_lines(log, 20, 1 << 14))[-1000:]
+            sys.exit(f"clusterjob: Ray ended with {started.returncode} on node {rank}: {text}")
+        if missing and time.monotonic() > deadline:
+            sys.exit(f"clusterjob: {missing}")
+        time.sleep(_POLL)
+
+    def wait_for_head() -> None:
+        while _is_refused(host, port):
+            wait(f"Ray's head at {address} does not answer")
+
     if rank == 0:
         # Ray's client server cannot be left out, and its default port may be taken.
-        with socket.socket() as free:
-            free.bind(("", 0))
+        with socket.create_server(("", 0)) as free:
             client_port = free.getsockname()[1]
         role = [
             "--head", f"--port={port}", f"--node-ip-address={host}",
             "--include-dashboard=false", f"--ray-client-server-port={client_port}",
         ]  # fmt: skip
     else:
-        _wait_for_head(host, port, deadline)
+        wait_for_head()
         own = network.address_towards(host) or host
         role = [f"--address={address}", f"--node-ip-address={own}"]
     command = [
         sys.executable, "-m", "ray.scripts.scripts", "start", "--block", *role,
         "--disable-usage-stats", "--log-color=false", f"--temp-dir={directory}",
-        f"--num-cpus={cpus or devices.usable_cores()}",
+        f"--num-cpus={int(cpus) or devices.usable_cores()}",
         f"--num-gpus={devices.visible_gpus(os.environ)}",
         f'--resources={{"clusterjob_node{rank}": 1}}',
     ]  # fmt: skip
     with log.open("ab") as stream:
-        ray = subprocess.Popen(
+        started = subprocess.Popen(
             command,
             stdin=subprocess.DEVNULL,
             stdout=stream,
@@ -121,24 +113,34 @@ def _run(directory: Path, timeout: float, cpus: int, program: list[str]) -> None
             # Its daemons ask for the same: `ray start --block`, ray/_private/services.py.
             preexec_fn=functools.partial(processes.die_with_parent, os.getpid()),  # noqa: PLW1509
         )
-
-    def check() -> None:
-        if ray.poll() is not None:
-            text = " ".join(last_lines(log, 20, 1 << 14))[-1000:]
-            raise ClusterJobError(f"Ray ended with {ray.returncode} on node {rank}: {text}")
-
     if rank == 0:
-        _wait_for_head(host, port, deadline, check)
+        wait_for_head()
         os.environ["RAY_ADDRESS"] = address
-        _wait_for_nodes(count, deadline, check)
+        signal.alarm(int(max(0.0, deadline - time.monotonic())) + _HANGS)
+        ray: Any = importlib.import_module("ray")
+        ray.init(address=address, logging_level="ERROR", log_to_driver=False)
+        while left := _missing_nodes(ray, count):
+            wait(f"node {', '.join(left)} has not joined the Ray cluster in time")
+        ray.shutdown()
+        signal.alarm(0)
         os.execvp(program[0], program)
-    refused = 0
-    while refused < _LOST:
-        time.sleep(_POLL)
-        # A timeout is a slow network; the agents notice a lost node.
-        refused = 0 if _answers(host, port, late=True) else refused + 1
-        if not refused:
-            check()
+    while not _is_refused(host, port):
+        wait()
+
+
+def _check_version(nodes: int) -> None:
+    """Exit if Ray is missing, or a cluster of several nodes would have no authentication."""
+    if importlib.util.find_spec("ray") is None:
+        sys.exit(f"clusterjob: ray is not installed for {sys.executable}: pip install ray")
+    # A fork of Ray may have another name, and its version is unknown.
+    version = next((one.version for one in importlib.metadata.distributions(name="ray")), "unknown")
+    is_old = tuple(int(part) for part in re.findall(r"\d+", version)[:2]) < _WITH_TOKENS
+    if is_old and nodes > 1 and os.environ.get("RAY_AUTH_MODE") != "disabled":
+        sys.exit(
+            f"clusterjob: Ray {version} has no authentication: everyone who can connect to the"
+            f" {nodes} nodes could run code as you; pip install 'ray>=2.52', or accept that with"
+            " RAY_AUTH_MODE=disabled"
+        )
 
 
 def _change_environment(token: Path) -> None:
@@ -160,65 +162,21 @@ def _change_environment(token: Path) -> None:
         os.environ.update(RAY_AUTH_MODE="token", RAY_AUTH_TOKEN_PATH=str(token))
 
 
-def _answers(host: str, port: int, *, late: bool = False) -> bool:
+def _is_refused(host: str, port: int) -> bool:
+    """Return whether the head does not listen; the agents notice a node that does not answer."""
     try:
-        socket.create_connection((host, port), _CONNECT_TIMEOUT).close()
-    except TimeoutError:
-        return late
+        network.connect(host, port, _CONNECT_TIMEOUT).close()
+    except ConnectionRefusedError:
+        return True
     except OSError:
-        return False
-    return True
+        pass
+    return False
 
 
-def _wait_for_head(
-    host: str, port: int, deadline: float, check: Callable[[], None] = lambda: None
-) -> None:
-    while not _answers(host, port):
-        check()
-        if time.monotonic() > deadline:
-            raise ClusterJobError(f"Ray's head at {network.with_port(host, port)} does not answer")
-        time.sleep(_POLL)
-
-
-def _wait_for_nodes(count: int, deadline: float, check: Callable[[], None]) -> None:
-    """Wait until each node has joined, which offers its rank as a resource.
-
-    Raises:
-        ClusterJobError: a node has not joined in time, or Ray has ended.
-    """
-    signal.alarm(int(max(0.0, deadline - time.monotonic())) + _HANGS)
-    ray: Any = importlib.import_module("ray")
-    ray.init(address=os.environ["RAY_ADDRESS"], logging_level="ERROR", log_to_driver=False)
-    while True:
-        joined = {name for node in ray.nodes() if node["Alive"] for name in node["Resources"]}
-        left = [str(node) for node in range(count) if f"clusterjob_node{node}" not in joined]
-        if not left:
-            break
-        check()
-        if time.monotonic() > deadline:
-            raise ClusterJobError(f"node {', '.join(left)} has not joined the Ray cluster in time")
-        time.sleep(_POLL)
-    ray.shutdown()
-    signal.alarm(0)
-
-
-def _check_version(nodes: int) -> None:
-    """Check that Ray is installed, and that a cluster of several nodes has authentication.
-
-    Raises:
-        ClusterJobError: it is missing, or too old for a token.
-    """
-    if importlib.util.find_spec("ray") is None:
-        raise ClusterJobError(f"ray is not installed for {sys.executable}: pip install ray")
-    # A fork of Ray may have another name, and its version is unknown.
-    version = next((one.version for one in importlib.metadata.distributions(name="ray")), "unknown")
-    is_old = tuple(int(part) for part in re.findall(r"\d+", version)[:2]) < _WITH_TOKENS
-    if is_old and nodes > 1 and os.environ.get("RAY_AUTH_MODE") != "disabled":
-        raise ClusterJobError(
-            f"Ray {version} has no authentication: everyone who can connect to the {nodes} nodes"
-            " could run code as you; pip install 'ray>=2.52', or accept that with"
-            " RAY_AUTH_MODE=disabled"
-        )
+def _missing_nodes(ray: Any, count: int) -> list[str]:
+    """Return the nodes that have not joined; each one offers its rank as a resource."""
+    joined = {name for node in ray.nodes() if node["Alive"] for name in node["Resources"]}
+    return [str(node) for node in range(count) if f"clusterjob_node{node}" not in joined]
 
 
 if __name__ == "__main__":

@@ -26,18 +26,14 @@ import json
 import os
 import re
 import stat
-import sys
-import threading
 import time
 import weakref
-from collections import deque
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 STORE = "CLUSTERJOB_STORE"  # host:port of the agents' store; empty if rank 0 serves the store
 WAITS = "CLUSTERJOB_WAITS"  # "1": measure the waits for other ranks
 INTERVAL = 5.0  # seconds between two messages about waits
-_WAITING_NOTICE = 5.0  # seconds of waiting for a store before the notice that none answers
 _GLOO_TIMEOUT = 2.0
 # With TORCH_DISTRIBUTED_DEBUG=DETAIL a wrapper with its own gloo group holds each backend.
 _GLOO = ("ProcessGroupGloo", "_ProcessGroupWrapper")
@@ -75,8 +71,12 @@ def send(type_: str, **fields: Any) -> None:
     name, _, rest = os.environ.get("CLUSTERJOB_REPORT_FD", "").partition(":")
     local_rank, _, owner = rest.rpartition(":")
     # A child of a worker is no rank, unless that worker is the agent's torchrun: other launchers
-    # leave this variable unset.
-    by_torchrun = owner == str(os.getppid()) and "TORCHELASTIC_ERROR_FILE" in os.environ
+    # leave this variable unset. The failure of a rank is told by torchrun itself.
+    by_torchrun = (
+        owner == str(os.getppid())
+        and "TORCHELASTIC_ERROR_FILE" in os.environ
+        and type_ not in ("WorkerFailing", "Missing")
+    )
     if owner != str(os.getpid()) and not by_torchrun:
         return
     with contextlib.suppress(OSError, ValueError):
@@ -226,20 +226,8 @@ def patch_stores(module: Any) -> None:
             return create(served, port, rank, *args, **options)
         from torch.distributed import TCPStore
 
-        text = (
-            f"clusterjob: no store answers at {hostname}:{port}, where this process waits for rank"
-            f" 0's; the job store is at {os.environ[STORE]}"
-        )
-        shown = {"file": sys.stderr, "flush": True}
-        notice = threading.Timer(_WAITING_NOTICE, print, (text,), shown)
-        notice.daemon = True
-        if rank:
-            notice.start()
-        try:  # as torch does where no agent serves a store
-            world_size, timeout = args[:2]
-            return TCPStore(hostname, port, world_size, rank == 0, timeout, multi_tenant=True)
-        finally:
-            notice.cancel()
+        world_size, timeout = args[:2]  # as torch does where no agent serves a store
+        return TCPStore(hostname, port, world_size, rank == 0, timeout, multi_tenant=True)
 
     module._create_c10d_store = create_store
 
@@ -252,7 +240,7 @@ def patch_stores(module: Any) -> None:
 # about four times a second, or every 5 s on a GPU, because the reading waits for the GPU. Medians
 # are sent: a checkpoint, or the first batch, is no reason to call a rank slow.
 
-_MOST, _ENOUGH = 1000, 3  # values that are kept; waits without which there is no message
+_ENOUGH = 3  # readings without which there is no message
 _READ_ON_HOST, _READ_ON_DEVICE = 0.25, 5.0  # seconds between two readings of DDP's timers
 # Iterations between two readings. What a script does in each tenth step must not always be seen.
 _RATES = (1, 3, 7, 13, 29, 61, 101)
@@ -262,31 +250,17 @@ class Waits:
     """The steps of this process, which are iterations of DDP, and its waits in them, in seconds."""
 
     def __init__(self) -> None:
-        self._lengths: deque[float] = deque(maxlen=_MOST)
-        self._waits: deque[float] = deque(maxlen=_MOST)
-        self._begin = self._sent = 0.0
+        self._read: list[tuple[float, float]] = []
+        self._sent = 0.0
 
-    def end_step(self, wait: float | None) -> None:
-        """End the current step, with its wait if it is known; send what is new every 5 s."""
+    def add(self, step: float, wait: float) -> None:
+        """Add a reading of the timers; send the medians of those of the last 5 s."""
+        self._read.append((step, wait))
         moment = time.monotonic()
-        self._lengths.append(moment - self._begin)
-        self._begin = moment
-        if wait is not None:
-            self._waits.append(wait)
-        if moment >= self._sent + INTERVAL and len(self._waits) >= _ENOUGH:
-            send("WorkerWaits", step=self.step, waited=min(self.step, _median(self._waits)))
-            self._sent = moment
-            self._lengths.clear()
-            self._waits.clear()
-
-    @property
-    def step(self) -> float:
-        """The usual length of a step; 0 if it is not known."""
-        return _median(self._lengths)
-
-
-def _median(values: Collection[float]) -> float:
-    return sorted(values)[len(values) // 2] if values else 0.0
+        if moment >= self._sent + INTERVAL and len(self._read) >= _ENOUGH:
+            step, wait = (sorted(each)[len(each) // 2] for each in zip(*self._read))  # noqa: B905 - 3.7
+            send("WorkerWaits", step=step, waited=min(step, wait))
+            self._sent, self._read = moment, []
 
 
 def _measure_waits() -> None:
@@ -298,37 +272,36 @@ def _measure_waits() -> None:
     if os.environ.get(WAITS) != "1" or hasattr(note, "__wrapped__"):
         return
     waits = Waits()
-    # The reducer and the last iteration that was read, by logger.
-    known: weakref.WeakKeyDictionary[Any, tuple[Any, int]] = weakref.WeakKeyDictionary()
+    # The reducer, the last iteration that was read, and when, by logger.
+    known: weakref.WeakKeyDictionary[Any, tuple[Any, int, float]] = weakref.WeakKeyDictionary()
 
-    def wait_of(logger: Any) -> float | None:
-        """Return how long the last iteration has waited, in seconds; None if it was not timed."""
+    def read(logger: Any) -> None:
+        """Read the timers of the last iteration, if it was timed."""
         values = logger._get_ddp_logging_data().ints_map
-        iteration, (reducer, last) = values.get("iteration", 0), known[logger]
+        iteration, (reducer, last, begin) = values.get("iteration", 0), known[logger]
         if iteration == last:
-            return None
-        known[logger] = reducer, iteration
+            return
+        known[logger] = reducer, iteration, time.monotonic()
+        step = (time.monotonic() - begin) / (iteration - last)
         # With TORCH_DISTRIBUTED_DEBUG, each reading may print lines.
-        if waits.step > 0 and not os.environ.get("TORCH_DISTRIBUTED_DEBUG"):
+        if not os.environ.get("TORCH_DISTRIBUTED_DEBUG"):
             pause = _READ_ON_DEVICE if torch.cuda.is_initialized() else _READ_ON_HOST
-            rate = max(each for each in _RATES if each <= max(1, pause / waits.step))
+            rate = max(each for each in _RATES if each <= max(1, pause / step))
             reducer()._set_ddp_runtime_logging_sample_rate(rate)
         # The all-reduces overlap the computation; the rest is a wait.
         wait = values["backward_comm_time"] - values["backward_compute_comm_overlap_time"]
-        return float(max(0, wait)) / 1e9
+        waits.add(step, max(0, wait) / 1e9)
 
     @functools.wraps(set_logger)
     def watched_set_logger(reducer: Any, logger: Any) -> Any:
-        known[logger] = weakref.ref(reducer), 0
+        known[logger] = weakref.ref(reducer), 0, time.monotonic()
         return set_logger(reducer, logger)
 
     @functools.wraps(note)
     def watched_note(logger: Any) -> Any:
         result = note(logger)
-        wait = None
         with contextlib.suppress(Exception):  # another torch, or a reducer that was freed
-            wait = wait_of(logger)
-        waits.end_step(wait)
+            read(logger)
         return result
 
     c10d.Reducer.set_logger = watched_set_logger  # type: ignore[assignment, method-assign]

@@ -18,7 +18,7 @@ from clusterjob.node.logs.failure_texts import Meaning
 from clusterjob.node.stacks import grouping
 from clusterjob.node.stacks.grouping import RankStack
 from clusterjob.node.states import Probe
-from clusterjob.node.system import files, processes
+from clusterjob.node.system import processes
 from clusterjob.node.verdict import STACK_TITLE, Failure, FailureKind
 
 _NO_NCCL_HINT = (
@@ -26,7 +26,7 @@ _NO_NCCL_HINT = (
     " and without GPUs"
 )
 # Limits for stderr. Many lines are read, because libraries may print warnings at the end.
-_MAX_LINES, _SHOWN_LINES, _MAX_BYTES = 200, 20, 65536
+_MAX_LINES, _SHOWN_LINES, _MAX_BYTES = 400, 20, 1 << 17
 # Limits of a line of a worker's stack, and of the text about it, that are sent.
 _MAX_LINE, _MAX_TEXT = 300, 1000
 _MAX_EXITS = 8  # maximum ranks with exit code 0 that one message names
@@ -41,7 +41,6 @@ _ROOT_CAUSE = re.compile(
 )
 _TORCHRUN_OUTPUT = re.compile(r"torch/distributed/elastic/|failed \(exitcode|^=+$|^-+$")
 _RANK_MARK = re.compile(r"\[rank\d+\]:")
-_LINES = 400
 
 
 def _lines_of_rank(rank: str, lines: tuple[str, ...]) -> tuple[str, ...]:
@@ -84,8 +83,8 @@ class Failures:
         return Failure.of_node(self.node_rank, self.host, message=why, kind=FailureKind.LAUNCH)
 
     def stderr_of(self, world: World, local_rank: int) -> Path:
-        """Return the stderr file of a worker."""
-        rank = world.first_rank + local_rank
+        """Return the stderr file of a worker; the workers of torchrun share one."""
+        rank = None if self.under_torchrun else world.first_rank + local_rank
         return log_files.rank_files(self.directory, rank, world.restart, self.attempt)[1]
 
     def of_worker(
@@ -111,10 +110,10 @@ class Failures:
         """
         rank: int | None = world.first_rank + local_rank
         local: int | None = local_rank
+        stderr = self.stderr_of(world, local_rank)
+        lines = log_files.last_lines(stderr, _MAX_LINES, limit=_MAX_BYTES)
         if self.under_torchrun:
             rank = local = None
-            stderr = log_files.rank_files(self.directory, None, world.restart, self.attempt)[1]
-            lines = log_files.last_lines(stderr, _LINES, 1 << 17)
             cause = _ROOT_CAUSE.search("\n".join(lines))
             if cause is None:  # torchrun itself
                 message, lines = f"torchrun {message}", lines[-_SHOWN_LINES:]
@@ -122,9 +121,6 @@ class Failures:
                 rank, local, end = int(cause["rank"]), int(cause["local_rank"]), int(cause["code"])
                 code, signal_name = processes.exit_code_of(-end if end < 0 else end << 8)
                 message, lines = how(code, signal_name), _lines_of_rank(cause["rank"], lines)
-        else:
-            stderr = self.stderr_of(world, local_rank)
-            lines = log_files.last_lines(stderr, _MAX_LINES, limit=_MAX_BYTES)
         own = failure_texts.without_library_warnings(lines)
         # Not an exception that it has handled, nor one of torchrun itself.
         raised = rank is not None and signal_name in (None, "SIGABRT")
@@ -167,7 +163,7 @@ class WorkerStatus:
         world: the round.
         started: the monotonic time at which they were started; None before.
         ended: the end of each ended worker, by local rank.
-        exits: the monotonic time of each end with exit code 0, by local rank.
+        exits: the monotonic time of each end with exit code 0, by local rank, the first one first.
     """
 
     failures: Failures
@@ -178,16 +174,15 @@ class WorkerStatus:
 
     def early_exits(self) -> list[tuple[Failure, float]]:
         """Return the first 8 workers that ended with exit code 0, each with its monotonic time."""
-        first = sorted(self.exits.items(), key=lambda item: item[1])
         return [
             (self.failures.of_worker(self.world, local_rank, 0, signal_name=None, message=""), at)
-            for local_rank, at in first[:_MAX_EXITS]
+            for local_rank, at in itertools.islice(self.exits.items(), _MAX_EXITS)
         ]
 
     def describe(
         self, probe: Probe, stacks: Iterable[RankStack]
     ) -> tuple[list[str], list[Failure]]:
-        """Describe workers that other ranks wait for, also in the logs of those that run.
+        """Describe workers that other ranks wait for.
 
         Args:
             probe: the question, which names the workers.
@@ -209,7 +204,7 @@ class WorkerStatus:
                 text = f"{self.ended.get(local_rank, 'runs')} and never joined the rendezvous"
             else:
                 place, who = f"{place}, pid {stack.pid}", f"it (pid {stack.pid})"
-                text = _what_it_does(stack, probe, time.monotonic() - self.started, stderr)
+                text = _what_it_does(stack, time.monotonic() - self.started)
                 if frames := grouping.frame_lines(stack.main_frames):
                     last = (STACK_TITLE, *(line[:_MAX_LINE] for line in frames))[:_SHOWN_LINES]
             name = f"rank {rank} (node {node_rank}, local rank {local_rank}, {place})"
@@ -232,17 +227,10 @@ class WorkerStatus:
         return lines, failures
 
 
-def _what_it_does(stack: RankStack, probe: Probe, age: float, log: Path) -> str:
-    """Return what a worker does; write it into its log if the probe has a note."""
+def _what_it_does(stack: RankStack, age: float) -> str:
     frames = stack.main_frames
-    doing = f"it {grouping.position_text(frames, stack.state)}"
     how = "has not reached bootstrap.init()" if frames else "has not joined the rendezvous"
     if any(frame.function == "init" and frame.file.endswith("bootstrap.py") for frame in frames):
         how = "is inside bootstrap.init()"
-    text = f"has run for {age:.0f} s and {how}; {doing}"[:_MAX_TEXT]
-    if probe.note:
-        lines = [f"{probe.note}; {doing}"]
-        for thread in stack.threads:
-            lines += [f"{thread.name}:", *grouping.frame_lines(thread.frames)]
-        files.later(log_files.append, log, lines)
-    return text
+    doing = grouping.position_text(frames, stack.state)
+    return f"has run for {age:.0f} s and {how}; it {doing}"[:_MAX_TEXT]

@@ -37,7 +37,7 @@ class FlightRecorder:
 
     def __init__(self, job_dir: Path, node_rank: int, attempt: int) -> None:
         self._job_dir = job_dir
-        self._node_rank = node_rank
+        self._directory = log_files.node_directory(job_dir, node_rank)
         self._attempt = attempt
         self._pipes: Path | None = None
 
@@ -83,9 +83,7 @@ class FlightRecorder:
     def _paths(self, restart: int) -> tuple[str, str]:
         """Return the paths of the pipes and of the dumps of a round, without the rank."""
         suffix = log_files.round_suffix(self._attempt, restart)
-        directory = log_files.node_directory(self._job_dir, self._node_rank)
-        pipe = f"{self._pipes}/node{self._node_rank}{suffix}.rank"
-        return pipe, str(directory / f"flight_recorder{suffix}.rank")
+        return f"{self._pipes}/pipe{suffix}.rank", f"{self._directory}/flight_recorder{suffix}.rank"
 
 
 def _write(pipe: str) -> bool:
