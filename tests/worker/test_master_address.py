@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import subprocess
 import sys
 import textwrap
+import time
 from pathlib import Path
 
 import pytest
@@ -97,6 +99,44 @@ def test_torchrun_started_by_worker_has_its_own_workers(tmp_path: Path) -> None:
     ]
     ended = launch("exec", 1, ["--", *torchrun], tmp_path, code=0)
     assert ended.out.count("all are 2") == 2
+
+
+@pytest.mark.parametrize(
+    "last",
+    [
+        pytest.param(
+            "meet('late', init_method='tcp://127.0.0.1:' + PORT, rank=1, world_size=2)",
+            id="init_method",
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(
+            "os.environ['MASTER_PORT'] = PORT; os.environ['RANK'] = '1'; "
+            "meet('late', rank=1, world_size=2)",
+            id="variables",
+        ),
+    ],
+)
+def test_wait_for_missing_store_is_explained_within_seconds(tmp_path: Path, last: str) -> None:
+    port = str(free_port())
+    # The import of torch, which takes long on a busy machine, comes before.
+    begin = "import pathlib, time; pathlib.Path('begin').write_text(str(time.monotonic()))"
+    program = group_script(
+        tmp_path, f"{begin}; import threading; threading.Timer(60, os._exit, [7]).start(); {last}"
+    )
+    process = subprocess.Popen(
+        [sys.executable, "-m", "clusterjob.node", "--start", "fork", program, port],
+        stderr=subprocess.PIPE,
+        text=True,
+        cwd=tmp_path,
+    )
+    with process:
+        line = next(line for line in process.stderr if "no store answers" in line)
+        waited = time.monotonic() - float((tmp_path / "begin").read_text())
+        process.terminate()
+        process.stderr.read()
+    assert waited < torch_patches._WAITING_NOTICE * 4
+    assert f"no store answers at 127.0.0.1:{port}, where this process waits for rank 0's" in line
+    assert "; the job store is at 127.0.0.1:" in line
 
 
 def test_port_of_job_store_means_the_job_store_whatever_the_host(

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import os
 import select
 import signal
@@ -31,7 +32,7 @@ from clusterjob.node.logs import ends, log_files
 from clusterjob.node.logs.job_dir import STORE_LOG
 from clusterjob.node.options import LaunchOptions
 from clusterjob.node.program import Program
-from clusterjob.node.stacks import collect, offer
+from clusterjob.node.stacks import collect, grouping, offer
 from clusterjob.node.states import Stop
 from clusterjob.node.system import files, processes
 from clusterjob.node.system.processes import SharedNote
@@ -43,7 +44,7 @@ from clusterjob.node.workers import hook, output_drain, preload, torch_patches
 # multiprocessing's resource tracker frees the shared memory. It ignores SIGTERM and waits until the
 # last process that holds its pipe, such as a DataLoader worker, has ended.
 _TERMINATE_LEFTOVERS, _KILL_LEFTOVERS = 0.1, 0.5
-# Seconds for a worker to begin its handler of SIGTERM after a failure.
+# Seconds for a worker to begin its handler of SIGTERM after a failure, or to end after it.
 _EARLY_KILL = 1.0
 _ORPHANED_GRACE = 0.5  # seconds between SIGTERM and SIGKILL when the agent is gone
 _SWEEP_INTERVAL = 0.02
@@ -127,7 +128,8 @@ class Forkserver:
         self._running: dict[int, int] = {}  # the local rank of each worker, by pid
         self._store: int | None = None
         self._stop: Iterator[None] | None = None  # the steps of a stop of all workers
-        self._terminating = set[int]()  # local ranks whose handler of SIGTERM has begun
+        # When each worker's handler of SIGTERM has ended, by local rank; infinity while it runs.
+        self._terminating: dict[int, float] = {}
         # The pipe of this round's workers; None if the job cannot be preempted.
         self._warning: WarningPipe | None = None
         self._warned = False
@@ -492,7 +494,8 @@ class Forkserver:
             output_drain.flush(self._drain)  # the agent looks for a traceback in the output
         for message in reports:
             if isinstance(message, messages.WorkerTerminating):
-                self._terminating.add(message.local_rank)
+                moment = time.monotonic() if message.ended else math.inf
+                self._terminating[message.local_rank] = moment
             elif (
                 message.local_rank in self._running.values() or self._options.launcher == "torchrun"
             ):
@@ -539,12 +542,16 @@ class Forkserver:
 
     def _stop_steps(self, begun: float) -> Iterator[None]:
         """Kill the workers when it is time, then what they left behind; a step takes 20 ms."""
+        stacks: dict[int, collect.Request] = {}  # of workers whose handler of SIGTERM has ended
         while self._running:
             if time.monotonic() >= self._kill_at:
                 self._signal(self._below(), signal.SIGKILL)
             elif self._kills_early and time.monotonic() > begun + _EARLY_KILL:
-                self._signal(list(filter(self._saves_nothing, self._running)), signal.SIGKILL)
+                idle = [pid for pid in self._running if self._saves_nothing(pid, stacks)]
+                self._signal(idle, signal.SIGKILL)
             yield
+        for request in stacks.values():
+            request.close()
         while self._store is not None:  # until it is reaped: else its end is a failure
             processes.send_signal(self._store, signal.SIGKILL)
             yield
@@ -565,15 +572,25 @@ class Forkserver:
         """Return the processes that the workers started, and the workers."""
         return [pid for pid in processes.descendants(os.getpid()) if pid != self._drain_pid]
 
-    def _saves_nothing(self, pid: int) -> bool:
-        """Return whether no handler of SIGTERM runs in a worker that got it a second ago.
+    def _saves_nothing(self, pid: int, stacks: dict[int, collect.Request]) -> bool:
+        """Return whether a worker that got SIGTERM a second ago saves nothing.
 
         Python runs a handler on the main thread, which may be stuck in native code. Only a process
-        with the hook, which offers its stacks too, says that its handler has begun.
+        with the hook, which offers its stacks too, says that its handler has begun. A handler that
+        only sets a flag does not end a worker that waits in a collective for one that has failed.
         """
         if not collect.has_signal(pid, "SigCgt", signal.SIGTERM):
             return True
-        return self._running[pid] not in self._terminating and collect.offers(pid)
+        ended = self._terminating.get(self._running[pid])
+        if ended is None:
+            return collect.offers(pid)
+        if time.monotonic() < ended + _EARLY_KILL:
+            return False
+        threads = next(stacks.setdefault(pid, collect.ask(pid)), ())
+        if threads is None:
+            return False
+        del stacks[pid]
+        return bool(threads) and grouping.waits_for_peers(threads[0].frames)
 
     @staticmethod
     def _signal(pids: list[int], with_signal: int) -> None:

@@ -119,9 +119,10 @@ class WorkerWaits:
 
 @dataclass(frozen=True)
 class WorkerTerminating:
-    """A worker's Python handler of SIGTERM has begun."""
+    """A worker's Python handler of SIGTERM has begun, or ended."""
 
     local_rank: int
+    ended: bool
 
 
 # -- from the forkserver -------------------------------------------------------------------------

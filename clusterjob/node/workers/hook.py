@@ -222,7 +222,7 @@ def _call(function: str, *arguments: Any, **options: Any) -> None:
 
 
 def _report_sigterm(module: Any) -> None:
-    """Report when a handler of SIGTERM begins; the program sees its own handlers.
+    """Report when a handler of SIGTERM begins and ends; the program sees its own handlers.
 
     After a failure, a worker that saves nothing is killed early.
     """
@@ -237,8 +237,11 @@ def _report_sigterm(module: Any) -> None:
             return own(set_handler(signalnum, handler))
 
         def reported(number: int, frame: FrameType | None) -> None:
-            _call("send", "WorkerTerminating")
-            handler(number, frame)
+            _call("send", "WorkerTerminating", ended=False)
+            try:
+                handler(number, frame)
+            finally:
+                _call("send", "WorkerTerminating", ended=True)
 
         reported.of_program = handler  # type: ignore[attr-defined]
         return own(set_handler(signalnum, reported))

@@ -26,6 +26,8 @@ import json
 import os
 import re
 import stat
+import sys
+import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator
@@ -34,6 +36,7 @@ from typing import Any
 STORE = "CLUSTERJOB_STORE"  # host:port of the agents' store; empty if rank 0 serves the store
 WAITS = "CLUSTERJOB_WAITS"  # "1": measure the waits for other ranks
 INTERVAL = 5.0  # seconds between two messages about waits
+_WAITING_NOTICE = 5.0  # seconds of waiting for a store before the notice that none answers
 _GLOO_TIMEOUT = 2.0
 # With TORCH_DISTRIBUTED_DEBUG=DETAIL a wrapper with its own gloo group holds each backend.
 _GLOO = ("ProcessGroupGloo", "_ProcessGroupWrapper")
@@ -226,8 +229,20 @@ def patch_stores(module: Any) -> None:
             return create(served, port, rank, *args, **options)
         from torch.distributed import TCPStore
 
-        world_size, timeout = args[:2]  # as torch does where no agent serves a store
-        return TCPStore(hostname, port, world_size, rank == 0, timeout, multi_tenant=True)
+        text = (
+            f"clusterjob: no store answers at {hostname}:{port}, where this process waits for rank"
+            f" 0's; the job store is at {os.environ[STORE]}"
+        )
+        shown = {"file": sys.stderr, "flush": True}
+        notice = threading.Timer(_WAITING_NOTICE, print, (text,), shown)
+        notice.daemon = True
+        if rank:
+            notice.start()
+        try:  # as torch does where no agent serves a store
+            world_size, timeout = args[:2]
+            return TCPStore(hostname, port, world_size, rank == 0, timeout, multi_tenant=True)
+        finally:
+            notice.cancel()
 
     module._create_c10d_store = create_store
 
