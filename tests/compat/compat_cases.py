@@ -52,8 +52,6 @@ CASES = [
     _script("ddp_in_function.py", id="ddp_in_function-2-nodes", nodes=2),
     _script("ddp_freed_first.py"),
     _script("ddp_never_destroyed.py", starts=BOTH),
-    _script("ddp_at_module_level.py", "--max_iters=3", "--learning_rate=0.1"),
-    _script("groups_of_ranks.py", nproc=4),
     _script(
         "groups_in_turn.py",
         differs=("code", "out"),
@@ -62,15 +60,6 @@ CASES = [
     ),
     _script("two_backends.py"),
     # -- stores and addresses ----------------------------------------------------------------------
-    _script(
-        "spawn_own_port.py",
-        "{port}",
-        nproc=1,
-        differs=("code", "files", "out"),
-        why=OWN_STORE,
-        out=("both children have ended\n",),
-        files=("child0.txt", "child1.txt"),
-    ),
     _script(
         "processes_own_port.py",
         "{port}",
@@ -144,24 +133,10 @@ CASES = [
         out=("trained\n",),
         files=("checkpoint.pth.tar",),
     ),
-    _script(
-        "detectron_launch.py",
-        nproc=1,
-        differs=("code", "files", "out"),
-        why=OWN_STORE,
-        out=("done\n",),
-        files=("log0.txt", "log1.txt"),
-    ),
-    _script("fairseq_main.py"),
     # -- init_distributed_mode and similar functions -----------------------------------------------
-    _script("init_mode_dino.py", "--output_dir", "checkpoints"),
     _script("init_mode_mae.py", quick=True),
-    _script("init_mode_torchvision.py"),
-    _script("init_device_timm.py"),
     _script("init_megatron.py", nproc=2, nodes=2),
     _script("local_rank_argument.py", "--deepspeed_config", "ds.json"),
-    _script("main_process_first.py"),
-    _script("accelerate_loop.py", needs=("accelerate",)),
     _script(
         "accelerate_default.py",
         differs=("out",),
@@ -177,7 +152,6 @@ CASES = [
         needs=("transformers",),
     ),
     _script("lightning_fit.py", needs=("lightning",)),
-    _script("fabric_loop.py", needs=("lightning",)),
     _script("hydra_app.py", "optimizer.lr=0.5", needs=("hydra",)),
     _script(
         "hydra_error.py",
@@ -239,7 +213,6 @@ CASES = [
     _script("mismatched_shapes.py", code=1, message="rank"),
     _script("mismatched_order.py", code=1, message="rank"),
     _script("mismatched_detail.py", code=1, message="rank"),
-    _script("uneven_join.py"),
     _script("monitored_barrier.py", code=1, message="rank 0"),
     _script("caught_peer_loss.py"),
     _script(
@@ -299,20 +272,14 @@ CASES = [
         message="rank 1.*ValueError: "
         "(Caught ValueError in DataLoader worker process 0|image file is truncated)",
     ),
-    _script("webdataset_loader.py", needs=("webdataset",)),
     _script("sampler_epochs.py"),
     _script("unseeded.py"),
     # -- features of torch -------------------------------------------------------------------------
     _script("compiled.py", "aot_eager", id="compiled-aot_eager"),
     _script("compiled.py", "inductor", id="compiled-inductor", limit=300),
-    _script("fsdp2.py"),
-    _script("dtensor_tp.py"),
     _script("dcp_checkpoint.py"),
     _script("dcp_async.py"),
     _script("rpc_server.py"),
-    _script("pipelining.py"),
-    _script("object_collectives.py"),
-    _script("checkpoint_barrier.py"),
     _script(
         "snapshot_resume.py",
         restarts=1,
@@ -323,9 +290,6 @@ CASES = [
         files=("snapshot.pt",),
         starts=BOTH,
     ),
-    _script("zero_optimizer.py"),
-    _script("hogwild.py", nproc=1),
-    _script("tensorboard_writer.py", needs=("tensorboard",)),
     _script("join_thread_collective.py"),
     _script("async_handles.py"),
     # -- ways to start a program -------------------------------------------------------------------
