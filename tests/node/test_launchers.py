@@ -137,32 +137,6 @@ def test_bootstrap_under_torch_distributed_launch_trains_all_ranks(tmp_path: Pat
     )
 
 
-def test_bootstrap_under_accelerate_launch_trains_all_ranks(tmp_path: Path) -> None:
-    """On CPUs, accelerate starts its processes through torchrun."""
-    pytest.importorskip("accelerate")
-    options = [
-        "--multi_gpu",
-        "--num_processes",
-        "2",
-        "--num_machines",
-        "1",
-        "--mixed_precision",
-        "no",
-        "--dynamo_backend",
-        "no",
-    ]
-    argv = [
-        "-m",
-        "accelerate.commands.launch",
-        *options,
-        "--main_process_port",
-        str(free_port()),
-        script(tmp_path, TRAIN),
-    ]
-    run([sys.executable, *argv], tmp_path, {"HF_HOME": str(tmp_path)}, code=0)
-    check_ranks(tmp_path, 2, "torchrun")
-
-
 def test_cores_are_divided_among_processes_of_node(tmp_path: Path) -> None:
     """Without its own share, each process would start as many threads as there are cores."""
     path = script(tmp_path, TRAIN)

@@ -202,13 +202,6 @@ def listening_sockets() -> set[str]:
 # Without site-packages, torch cannot be imported: the same code starts ten times faster.
 PLAIN = (sys.executable, "-S")
 WITH_TORCH = (sys.executable,)
-# A message of torch: the signal kills a process of a DataLoader, and the worker, which survives the
-# signal, reports that process during its own exit.
-_LOADER_AT_EXIT = re.compile(
-    r"^\[\d+\] Exception ignored in atexit callback:.*\n(?:\[\d+\] .*\n)*?"
-    r"\[\d+\] RuntimeError: DataLoader worker .*\n",
-    re.MULTILINE,
-)
 TEST_TIMEOUT = 60.0  # seconds, for a job that is about to end; it needs much less
 
 
@@ -391,7 +384,7 @@ def job_factory(directory: Path) -> Iterator[Callable[..., Job]]:
     assert not running, f"agents that the test left running: {[agent.args for agent in running]}"
     for job in made:
         for agent in job.agents:
-            errors = _LOADER_AT_EXIT.sub("", job.stderr(agent))
+            errors = job.stderr(agent)
             # Messages of asyncio and the interpreter about unhandled errors in callbacks, tasks and
             # finalizers.
             assert not re.search(
