@@ -50,7 +50,6 @@ CASES = [
     # -- end of the process group ------------------------------------------------------------------
     _script("ddp_in_function.py", quick=True, starts=BOTH),
     _script("ddp_in_function.py", id="ddp_in_function-2-nodes", nodes=2),
-    _script("ddp_freed_first.py"),
     _script("ddp_never_destroyed.py", starts=BOTH),
     _script(
         "groups_in_turn.py",
@@ -106,7 +105,6 @@ CASES = [
     # -- init_distributed_mode and similar functions -----------------------------------------------
     _script("init_mode_mae.py", quick=True),
     _script("init_megatron.py", nproc=2, nodes=2),
-    _script("local_rank_argument.py", "--deepspeed_config", "ds.json"),
     _script(
         "accelerate_default.py",
         differs=("out",),
@@ -138,7 +136,6 @@ CASES = [
         starts=BOTH,
     ),
     _script("interrupt_saves.py", send=signal.SIGINT, code=130, quick=True, starts=BOTH),
-    _script("terminate_saves.py", send=signal.SIGTERM, code=-15, starts=BOTH),
     _script("terminates_parent.py", code=143, message="SIGTERM on", starts=BOTH),
     _script("usr1_checkpoints.py", starts=BOTH),
     _script("child_left_behind.py", differs=("left",), why=CHILDREN_END, starts=BOTH),
@@ -158,7 +155,6 @@ CASES = [
         starts=BOTH,
     ),
     _script("early_in_init.py", code=1, message="rank 1", starts=BOTH),
-    _script("after_destroy.py", code=1, message="rank 1.*KeyError: 'accuracy'", starts=BOTH),
     _script("zero_after_destroy.py", starts=BOTH),
     _script("mismatched_detail.py", code=1, message="rank"),
     _script("monitored_barrier.py", code=1, message="rank 0"),
@@ -231,7 +227,6 @@ CASES = [
         files=("snapshot.pt",),
         starts=BOTH,
     ),
-    _script("join_thread_collective.py"),
     _script("async_handles.py"),
     # -- ways to start a program -------------------------------------------------------------------
     _script("environment.py", nproc=2, nodes=2, quick=True, starts=BOTH),
