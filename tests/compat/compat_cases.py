@@ -175,7 +175,6 @@ CASES = [
     _script("breakpoint_continue.py", nproc=1, stdin="p loss\nc\n", starts=BOTH),
     _script("input_prompt.py", nproc=1, stdin="y\n", starts=BOTH),
     _script("stdin_ends.py", stdin="", starts=BOTH),
-    _script("tqdm_bar.py", needs=("tqdm",)),
     _script("logging_both.py", "--epochs", "3", quick=True),
     _script("warnings_and_colours.py"),
     _script("large_output.py"),
@@ -209,8 +208,6 @@ CASES = [
         message="rank 1.*ValueError: "
         "(Caught ValueError in DataLoader worker process 0|image file is truncated)",
     ),
-    _script("sampler_epochs.py"),
-    _script("unseeded.py"),
     # -- features of torch -------------------------------------------------------------------------
     _script("compiled.py", "aot_eager", id="compiled-aot_eager"),
     _script("compiled.py", "inductor", id="compiled-inductor", limit=300),
@@ -233,13 +230,9 @@ CASES = [
     _script(
         "arguments.py", "--nodes", "3", "-x", "two words", "", "--", "-m", "ünïcode", starts=BOTH
     ),
-    _script("relative_paths.py", starts=BOTH),
-    _script("./relative_paths.py", id="relative_paths-dot"),
-    _script("sub/train_siblings.py", starts=BOTH),
     Case("module", ("-m", "project.train", "--lr", "1"), quick=True, starts=BOTH),
     Case("package", ("-m", "project"), starts=BOTH),
     Case("directory", ("app", "--lr", "1"), starts=EXEC),
-    _script("own_modules/train.py", id="own_modules", starts=BOTH),
     Case(
         "dev_stdin",
         ("/dev/stdin", "--lr", "1"),
