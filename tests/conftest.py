@@ -158,7 +158,8 @@ def _isolated_environment(tmp_path_factory: pytest.TempPathFactory, _cache: Path
     listening = listening_sockets()
     directory = os.getcwd()
     marker = uuid.uuid4().hex
-    home = tmp_path_factory.mktemp("home")
+    # `mktemp` would read the names of the directories of all earlier tests.
+    home = new_folder(tmp_path_factory.getbasetemp() / "homes" / marker[:8])
     with pytest.MonkeyPatch.context() as patch:
         for name in list(os.environ):
             if is_job_variable(name):
