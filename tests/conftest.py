@@ -155,10 +155,11 @@ def _isolated_environment(tmp_path_factory: pytest.TempPathFactory, _cache: Path
     """Run the test without job variables or configuration; fail it if it leaves anything behind."""
     before = set(all_pids())
     threads = set(threading.enumerate())
-    listening = listening_sockets(os.getpid())
+    listening = listening_sockets()
     directory = os.getcwd()
     marker = uuid.uuid4().hex
-    home = tmp_path_factory.mktemp("home")
+    # `mktemp` would read the names of the directories of all earlier tests.
+    home = new_folder(tmp_path_factory.getbasetemp() / "homes" / marker[:8])
     with pytest.MonkeyPatch.context() as patch:
         for name in list(os.environ):
             if is_job_variable(name):
@@ -219,9 +220,7 @@ def _leaks(
         pids = {*marked(marker, new), *new.intersection(below(os.getpid()))} if new else set()
         leaks = {f"process {pid} {command_line(pid)}" for pid in pids}
         leaks |= {f"thread {each.name}" for each in threading.enumerate() if each not in threads}
-        leaks |= {
-            f"a listening socket {each}" for each in listening_sockets(os.getpid()) - listening
-        }
+        leaks |= {f"a listening socket {each}" for each in listening_sockets() - listening}
         if not leaks or time.monotonic() > end:
             kill_all([pid for pid in pids if alive(pid)])
             return sorted(leaks)

@@ -803,7 +803,8 @@ def test_output_not_encodable_in_terminal_is_shown(
 
 def test_arguments_that_are_not_utf8_are_rendered(local_user: CommandUser) -> None:
     for options in ((), ("--json",)):
-        local_user("render", *options, local_user.script(""), "\udcff")
+        shown = local_user("render", *options, local_user.script(""), "\udcff").stdout
+        assert "script.py" in shown
 
 
 def test_workers_start_by_exec_with_one_notice_if_import_torch_fails(

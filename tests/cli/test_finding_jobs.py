@@ -222,7 +222,7 @@ def test_watch_redraws_in_place_and_restores_the_terminal(
 
 
 def test_watch_survives_many_changes_of_the_size() -> None:
-    """A signal handler must not wait for a lock that the main thread holds."""
+    """A signal handler must not wait for a lock that the main thread holds: the program ends."""
     program = """
 import os, signal, sys, time
 from clusterjob.cli import redraw, tables

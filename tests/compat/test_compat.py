@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import resource
-import shutil
 from pathlib import Path
-from statistics import median
 
 import pytest
 from compat_cases import CASES
@@ -18,7 +15,6 @@ from compat_runs import (
     under_clusterjob,
     under_torchrun,
 )
-from launching import new_folder
 
 
 def _marks(case: Case, start: str) -> list[pytest.MarkDecorator]:
@@ -64,26 +60,3 @@ def test_torchrun_outcome_equals_record(tmp_path: Path, case: Case) -> None:
         return
     outcome = under_torchrun(case, tmp_path)
     assert outcome.recorded() == expected()[case.id], (outcome.err, outcome.ranks_err)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["sampler_epochs", "loader-persistent"])
-def test_clusterjob_needs_no_more_cpu_than_torchrun(tmp_path: Path, name: str) -> None:
-    """Compare CPU seconds: other tests run at the same time, so wall time shows little."""
-    [case] = [case for case in CASES if case.id == name]
-    taken: dict[str, list[float]] = {"torchrun": [], "fork": [], "exec": []}
-    for turn in range(3):
-        for launcher, seconds in taken.items():
-            directory = new_folder(tmp_path / f"{launcher}{turn}")
-            before = resource.getrusage(resource.RUSAGE_CHILDREN)
-            outcome = (
-                under_torchrun(case, directory)
-                if launcher == "torchrun"
-                else under_clusterjob(case, directory, launcher)
-            )
-            after = resource.getrusage(resource.RUSAGE_CHILDREN)
-            assert outcome.code == case.code, (launcher, outcome.err, outcome.ranks_err)
-            seconds.append(after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime)
-            shutil.rmtree(directory)
-    assert median(taken["fork"]) < median(taken["torchrun"]), taken
-    assert median(taken["exec"]) < median(taken["torchrun"]) * 1.25, taken

@@ -87,7 +87,8 @@ def test_metrics_and_efficiency_of_a_job_that_runs_and_has_ended(
     (directory / "logs/node1/metrics.jsonl").unlink()
     done = command(tmp_path, "metrics", job_id)
     assert done.stderr == "clusterjob: node 1 has no metrics: no samples of it have arrived\n"
-    assert len(done.stdout.splitlines()) == 4
+    # The last sample of node 0 may have come after its ranks had ended.
+    assert {line.split()[0] for line in done.stdout.splitlines()[1:]} == {"0"}
 
 
 @pytest.mark.usefixtures("plain_python")

@@ -87,7 +87,8 @@ NAMES = ("stop", "lock", "mismatch", "decode", "join", "read")
 
 
 def start(job: Job, script: str, *arguments: str, **variables: str) -> None:
-    flags = ("--nproc-per-node", "3", "--hang-timeout", str(TIMEOUT))
+    # Nothing ends the worker in the hanging file system: the stop waits for the grace.
+    flags = ("--nproc-per-node", "3", "--hang-timeout", str(TIMEOUT), "--grace", "3")
     python = WITH_TORCH if "mismatch" in arguments else PLAIN
     # Before the fixture that sets PYTHONPATH for each test.
     variables.setdefault("PYTHONPATH", str(Path(__file__).resolve().parents[2]))

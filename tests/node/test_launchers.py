@@ -29,7 +29,7 @@ TRAIN = """
                 ctx.node_rank, ctx.nnodes,
             ],
             "source": ctx.source, "total": total,
-            "threads": torch.get_num_threads(), "argv": sys.argv[1:],
+            "threads": torch.get_num_threads(),
             "interface": os.environ.get("GLOO_SOCKET_IFNAME"),
         }))
 """
@@ -71,12 +71,12 @@ def test_bootstrap_under_mpirun_of_open_mpi_trains_all_ranks(tmp_path: Path, giv
         {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())} if given else {}
     )
     run(
-        [require_program("mpirun.openmpi"), "-n", "3", sys.executable, script(tmp_path, TRAIN)],
+        [require_program("mpirun.openmpi"), "-n", "2", sys.executable, script(tmp_path, TRAIN)],
         tmp_path,
         extra,
         code=0,
     )
-    check_ranks(tmp_path, 3, "openmpi")
+    check_ranks(tmp_path, 2, "openmpi")
 
 
 @pytest.mark.mpi
@@ -94,8 +94,8 @@ def test_bootstrap_under_mpiexec_of_mpich_trains_all_ranks(tmp_path: Path, wrapp
         if wrapped
         else [sys.executable, path]
     )
-    run([require_program("mpirun.mpich"), "-n", "3", *command], tmp_path, code=0)
-    check_ranks(tmp_path, 3, "hydra")
+    run([require_program("mpirun.mpich"), "-n", "2", *command], tmp_path, code=0)
+    check_ranks(tmp_path, 2, "hydra")
 
 
 @pytest.mark.mpi
@@ -115,52 +115,6 @@ def test_mpich_jobs_on_one_host_get_different_ports(tmp_path: Path) -> None:
     ]
     assert all(len(each) == 1 for each in ports)
     assert len(set.union(*ports)) > 1  # all equal by chance: 1 in 144 million
-
-
-@pytest.mark.slow
-def test_bootstrap_under_torch_distributed_launch_trains_all_ranks(tmp_path: Path) -> None:
-    argv = [
-        "-m",
-        "torch.distributed.launch",
-        "--nproc-per-node",
-        "2",
-        "--master-port",
-        str(free_port()),
-        script(tmp_path, TRAIN),
-        "--own",
-    ]
-    run([sys.executable, *argv], tmp_path, code=0)
-    ranks = check_ranks(tmp_path, 2, "torchrun")
-    assert all(
-        rank["argv"][-1] == "--own" and rank["argv"][0].startswith("--local-rank=")
-        for rank in ranks
-    )
-
-
-def test_bootstrap_under_accelerate_launch_trains_all_ranks(tmp_path: Path) -> None:
-    """On CPUs, accelerate starts its processes through torchrun."""
-    pytest.importorskip("accelerate")
-    options = [
-        "--multi_gpu",
-        "--num_processes",
-        "2",
-        "--num_machines",
-        "1",
-        "--mixed_precision",
-        "no",
-        "--dynamo_backend",
-        "no",
-    ]
-    argv = [
-        "-m",
-        "accelerate.commands.launch",
-        *options,
-        "--main_process_port",
-        str(free_port()),
-        script(tmp_path, TRAIN),
-    ]
-    run([sys.executable, *argv], tmp_path, {"HF_HOME": str(tmp_path)}, code=0)
-    check_ranks(tmp_path, 2, "torchrun")
 
 
 def test_cores_are_divided_among_processes_of_node(tmp_path: Path) -> None:

@@ -47,7 +47,10 @@ def test_ranks_on_two_nodes_record_each_phase_once_and_events_count_them(make_jo
     assert (len(job.events("running")), len(job.events("stop"))) == (1, 0)
 
 
-@pytest.mark.parametrize("how", [("--start", "exec"), ("--launcher", "torchrun")])
+@pytest.mark.parametrize(
+    "how",
+    [("--start", "exec"), pytest.param(("--launcher", "torchrun"), marks=pytest.mark.slow)],
+)
 def test_plain_script_without_fork_records_phases_of_its_ranks(
     make_job: MakeJob, how: tuple[str, str]
 ) -> None:

@@ -83,7 +83,7 @@ def test_missing_file_and_module_of_an_installation_do_not_train(tmp_path: Path)
     assert not preload.trains(Program("module", "elsewhere.train").source())
 
 
-@pytest.mark.parametrize("start", ["fork", "exec"])
+@pytest.mark.parametrize("start", ["fork", pytest.param("exec", marks=pytest.mark.slow)])
 def test_workers_that_train_share_one_import_of_the_compiler(make_job: MakeJob, start: str) -> None:
     job = make_job(1)
     job.run("--nproc-per-node", "2", "--start", start, job.script(STEP), python=WITH_TORCH)

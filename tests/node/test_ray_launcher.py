@@ -5,13 +5,13 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
-import subprocess
 import sys
 import time
 import venv
 from pathlib import Path
 
 import pytest
+from commands import command
 from launching import TEST_TIMEOUT, script, write_tree
 from procs import wait_until
 from ray_driver import DRIVER, needs_ray, ray_processes, wait_for_end_of_ray
@@ -28,14 +28,8 @@ def submit(
 ) -> Job[object]:
     script(directory, code, "driver.py")
     given = options or ("--cluster", "local", "--nodes", "2")
-    done = subprocess.run(
-        [
-            sys.executable, "-m", "clusterjob", "submit", *given, "--cpus-per-task", "1",
-            "--launcher", "ray", "driver.py", *args,
-        ],
-        cwd=directory, capture_output=True, text=True, timeout=TEST_TIMEOUT, check=True,
-    )  # fmt: skip
-    return Job.get(done.stdout.strip())
+    words = (*given, "--cpus-per-task", "1", "--launcher", "ray", "driver.py", *args)
+    return Job.get(command(directory, "submit", *words).stdout.strip())
 
 
 def test_node_runs_one_worker_that_knows_the_program() -> None:
@@ -49,14 +43,8 @@ def test_missing_ray_is_one_line(tmp_path: Path) -> None:
     script(tmp_path, "", "driver.py")
     venv.create(tmp_path / "venv", symlinks=True)
     python = tmp_path / "venv" / "bin" / "python"
-    done = subprocess.run(
-        [sys.executable, "-m", "clusterjob", "run", "--cluster", "local", "--launcher", "ray",
-         "--python", str(python), "driver.py"],
-        cwd=tmp_path, capture_output=True, text=True, timeout=TEST_TIMEOUT, check=False,
-    )  # fmt: skip
-    assert done.returncode == 1
-    assert "ray is not installed for" in done.stderr
-    assert "Traceback" not in done.stderr
+    words = ("--cluster", "local", "--launcher", "ray", "--python", str(python), "driver.py")
+    assert "ray is not installed for" in command(tmp_path, "run", *words, code=1).stderr
 
 
 def install_ray(directory: Path, version: str) -> None:

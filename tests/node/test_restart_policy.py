@@ -33,13 +33,6 @@ def test_same_exception_in_two_rounds_ends_the_job(make_job: MakeJob) -> None:
     assert [each["restart"] for each in job.events("round_ended")] == [0, 1]
 
 
-def test_certain_failure_ends_the_job_at_once(make_job: MakeJob) -> None:
-    job = make_job(1)
-    job.run("--max-restarts", "5", job.script("raise MemoryError"), code=1)
-    why = "the memory is too small for this job"
-    assert (job.result["restarts"], why in job.result["reason"]) == (0, True)
-
-
 def test_round_of_killed_node_0_is_listed_after_requeue(make_job: MakeJob) -> None:
     job = make_job(1)
     script = job.script("""

@@ -5,17 +5,15 @@ from __future__ import annotations
 import pytest
 import simulation
 
-# Seeds that were red once, and what they showed.
+# Seeds beyond the first 200 that were red once, and what they showed.
 CAUGHT: dict[int, str] = {
-    3: "a coordinator that resigned blamed itself",
-    60: "a coordinator of a minority gave a verdict",
-    130: "a round was charged twice after two coordinators",
     538: "a node whose workers were killed while it was frozen counted as a success",
     555: "an agent that was started again got workers of the round that was being stopped",
     694: "a coordinator that was frozen blamed the node that came back",
 }
 
 
+# `simulate` raises a `Violation` where an invariant does not hold.
 @pytest.mark.parametrize("first", range(0, 200, 50))
 def test_seeds_hold_the_invariants(first: int) -> None:
     for seed in range(first, first + 50):

@@ -114,28 +114,6 @@ def test_status_and_list_show_error_of_hostile_host_without_traceback(
             assert ("SUCCEEDED" in out) == (args == ["list"])
 
 
-def test_hosts_command_shows_honest_host_beside_hostile_one(site: Site) -> None:
-    """`hosts` prints one line per host; the line of the hostile host is an error."""
-    with hostile(
-        site.ssh_network.hosts["gpu1"],
-        "def answer(request): return {'errors': 'x', 'free': '1'}, b''",
-    ):
-        args = [
-            "hosts",
-            "--hosts",
-            "gpu1,gpu2",
-            "--python",
-            site.python,
-            "--set",
-            f"ssh_config={site.ssh_network.config}",
-        ]
-        code, out, err = site.run(*args)
-    assert (code, "Traceback" in err) == (1, False)
-    shown = out + err
-    assert "Expected `array`, got `str` - at `$.errors`" in shown
-    assert "no torch" in shown  # the answer of gpu2, the honest host
-
-
 def test_memory_is_bounded_while_host_sends_without_end(site: Site, record: Record) -> None:
     """Compare the peak memory of two processes: for an endless line and for an empty answer."""
 

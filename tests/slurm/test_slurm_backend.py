@@ -130,16 +130,6 @@ def test_failed_rank_ends_job_on_all_nodes_and_is_named(user: User, launcher: st
     assert (ended["JobState"], ended["ExitCode"]) == ("FAILED", f"{code}:0")
 
 
-def test_torchrun_launcher_runs_on_each_node(user: User) -> None:
-    user.patch.delenv("CLUSTERJOB_PYTHON")  # torchrun needs torch
-    text = (
-        "import os\nprint('rank', os.environ['RANK'], 'of', os.environ['WORLD_SIZE'], "
-        "os.environ['SLURMD_NODENAME'])"
-    )
-    out = user.run(text, "--nodes", "2", "--nproc-per-node", "1", "--launcher", "torchrun").stdout
-    assert sorted(re.findall(r"rank \d of 2 n\d", out)) == ["rank 0 of 2 n1", "rank 1 of 2 n2"]
-
-
 def test_requested_options_reach_slurm(user: User) -> None:
     job_id = user.submit(
         SLEEPER,
@@ -327,22 +317,6 @@ def test_container_image_is_passed_to_apptainer(user: User) -> None:
         "bash",
         f"{job_dir}/slurm.sh",
     ]
-
-
-def test_slurm_resource_options_are_passed_on(user: User) -> None:
-    """Cases: GPU types, all memory, GPUs by --gres, cores per worker with exclusive=user."""
-    options = ("--set", "hold=true", "--gpus-per-node", "a100:2")
-    typed = user.slurm_job(user.submit(SLEEPER, *options, "--mem", "0"))
-    assert "gres:gpu:a100:2" in typed["TresPerNode"]
-    assert "mem=62.50G" in typed["TRES"] or typed["MinMemoryNode"] == "0"
-    by_gres = user.slurm_job(user.submit(SLEEPER, *options, "--set", "gres=gpu:a100:2"))
-    assert "gres:gpu:a100:2" in by_gres["TresPerNode"]
-    shared = user.slurm_job(
-        user.submit(
-            SLEEPER, "--set", "hold=true", "--set", "exclusive=user", "--nproc-per-node", "4"
-        )
-    )
-    assert (shared["NumCPUs"], shared["CPUs/Task"]) == ("4", "4")
 
 
 COMMANDS = ("sbatch", "scontrol", "squeue", "scancel", "sinfo")

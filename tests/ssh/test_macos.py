@@ -93,7 +93,7 @@ def test_command_that_runs_workers_here_states_what_it_needs(
 
 
 def test_identity_of_process_without_proc_is_that_of_ps(macos: None) -> None:
-    code = (
+    code = (  # its asserts decide about the exit code
         "import dataclasses, os\n"
         "from clusterjob.core.records import ProcessIdentity, _start\n"
         "from clusterjob.remote.destination import _umask\n"

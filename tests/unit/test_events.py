@@ -83,6 +83,7 @@ def test_torn_or_invalid_lines_are_skipped(tmp_path: Path) -> None:
 
 
 def test_unwritable_event_log_raises_no_error(tmp_path: Path) -> None:
+    # Each `add` that returns is the check.
     EventLog(tmp_path / "nowhere" / "events.jsonl").add("joined")
     if os.path.exists("/dev/full"):
         EventLog(Path("/dev/full")).add("joined")

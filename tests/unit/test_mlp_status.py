@@ -11,7 +11,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
-from unittest.mock import Mock
 
 import pytest
 from launching import executable, new_folder, write_tree
@@ -523,12 +522,12 @@ def test_repeated_status_queries_platform_once_per_poll_interval(tmp_path: Path)
     assert (found, backend.task_queries) == ({JobState.RUNNING}, 1)
 
 
-def test_end_of_task_is_reported_when_disk_is_full(
+def test_end_of_task_is_reported_when_its_time_cannot_be_stored(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     job = record("a", tmp_path)
     backend = FixedTasksBackend([task(JobState.SUCCEEDED, "Success")])
-    monkeypatch.setattr(attempts.files, "write_json", Mock(side_effect=OSError(28, "full")))
+    job.job_dir.rmdir()
     assert backend.status([job])["a"].reason.endswith("waiting for the rest of its log")
     later = time.time() + 30
     monkeypatch.setattr(attempts.time, "time", lambda: later)

@@ -53,7 +53,7 @@ def test_coordinator_listens_at_first_free_port(used: list[int]) -> None:
 
 def test_port_is_free_as_soon_as_coordinator_ends() -> None:
     number = 0
-    for _ in range(3):
+    for _ in range(3):  # `listen` raises an error if the port is taken
         with listen("127.0.0.1", [number]) as listener:
             number = listener.getsockname()[1]
             with socket.create_connection(listener.getsockname(), 5):

@@ -403,7 +403,7 @@ def test_process_group_without_launcher_has_local_ranks(
         if __name__ == "__main__":
             mp.start_processes(work, nprocs=2, start_method="fork")
     """
-    preloaded.run([script(tmp_path, text)], tmp_path, code=0)
+    preloaded.run([script(tmp_path, text)], tmp_path, code=0)  # both ranks' asserts hold
 
 
 def test_init_accepts_manual_rank_assignment(tmp_path: Path, preloaded: Preloaded) -> None:

@@ -7,17 +7,21 @@ import sys
 from pathlib import Path
 
 import pytest
-import torch
 from launching import launch, run, script
 
 from clusterjob import bootstrap
 from clusterjob.errors import CheckpointError, UsageError
 from clusterjob.worker.checkpoint import Checkpoint
 
+# One of the pytest processes imports torch, while it runs these tests.
+pytestmark = pytest.mark.xdist_group("checkpoint")
+
 
 @pytest.fixture
 def saved(tmp_path: Path) -> Checkpoint:
     """Return the checkpoints of a directory with those of step 1 and 2."""
+    import torch
+
     checkpoint = bootstrap.init(process_group=False).checkpoint(tmp_path / "saved")
     for step in (1, 2):
         checkpoint.save({"weights": torch.full((1000,), float(step)), "step": step}, step=step)
@@ -116,6 +120,8 @@ def test_load_executes_no_pickle(saved: Checkpoint, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("where", ["metadata", "value"])
 def test_sharded_load_executes_no_pickle(tmp_path: Path, where: str) -> None:
+    import torch
+
     checkpoint = bootstrap.init(process_group=False).checkpoint(tmp_path / "saved", sharded=True)
     harmful = Harmful(tmp_path / "harm")
     checkpoint.save({"a": torch.ones(4), "b": harmful if where == "value" else 1}, step=1)

@@ -60,14 +60,14 @@ def unreadable() -> None:
     raise Odd(1, 2)
 
 
-def check_group(cluster: str) -> None:
+def test_local_function_has_process_group_and_returns_results() -> None:
     job = clusterjob.submit(
         reduce_ranks,
         2.0,
         kwargs={"factor": 3.0},
         nodes=2,
         nproc_per_node=2,
-        cluster=cluster,
+        cluster="local",
         name="shared",
     )
     assert job.id.startswith("shared-")
@@ -84,15 +84,6 @@ def check_group(cluster: str) -> None:
     assert sorted(done.stdout.splitlines()) == [
         f"[{rank}] rank {rank} was here" for rank in range(4)
     ]
-
-
-def test_local_function_has_process_group_and_returns_results() -> None:
-    check_group("local")
-
-
-@pytest.mark.slow
-def test_slurm_function_has_process_group_and_returns_results(slurm: SlurmCluster) -> None:
-    check_group("slurm")
 
 
 def test_function_may_form_the_group_itself_and_its_traceback_begins_in_it(

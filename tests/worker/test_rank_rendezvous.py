@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import signal
 import socket
 import subprocess
 import sys
@@ -176,72 +175,6 @@ def test_rank_and_agent_report_master_addr_without_answer(tmp_path: Path) -> Non
         first, *_, last = [line for line in each.err.splitlines() if text in line]
         assert 2 <= waited_seconds(first) <= 4 + MARGIN, each.err
         assert "gave up after" in last
-
-
-@pytest.mark.slow
-def test_node_without_local_rank_0_prints_one_waiting_notice(
-    tmp_path: Path, processes: Processes
-) -> None:
-    port = free_port()
-    # Rank 0, which is local rank 0, never joins.
-    waiting = processes(6, [rank_variables(rank, 4, port) | {"GATE": "gate"} for rank in (1, 2, 3)])
-    open_gate(tmp_path, "gate", 1, 2, 3)
-    ended = [finish(process) for process in waiting]
-    notices = [
-        line for each in ended for line in each.err.splitlines() if line.startswith("clusterjob: ")
-    ]
-    assert len(notices) == 1, notices
-    assert f"on {HOST} cannot reach rank 0 at 127.0.0.1:{port}: Connection refused; " in notices[0]
-    for each in ended:
-        assert (
-            f"cannot reach rank 0 at 127.0.0.1:{port}: Connection refused; gave up after "
-            in last_message(each.err)
-        )
-        assert 6 <= timeout_seconds(last_message(each.err)) <= 6 + MARGIN
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("fault", [signal.SIGKILL, signal.SIGSTOP], ids=["died", "stuck"])
-def test_rank_dead_after_joining_is_named_by_other_ranks(
-    tmp_path: Path, processes: Processes, fault: signal.Signals
-) -> None:
-    port = free_port()
-    gates = ("first", "second", "third")
-    first, gone, third = processes(
-        12,
-        [rank_variables(rank, 3, port) | {"GATE": gate} for rank, gate in enumerate(gates)],
-    )
-    try:
-        open_gate(tmp_path, "first", 0)
-        time.sleep(1)  # so that rank 0 is the first to print
-        open_gate(tmp_path, "second", 1)
-        # rank 1 has joined
-        assert first.stderr.readline().startswith(
-            f"clusterjob: waiting for rank 2 (node 0, {HOST})"
-        )
-        gone.send_signal(fault)
-        open_gate(tmp_path, "third", 2)
-        ended = [finish(first), finish(third)]
-    finally:
-        gone.kill()
-        finish(gone)
-    prefix = (
-        f"waiting for rank 1 on {HOST} (pid {gone.pid}): "
-        "joined the rendezvous, no answer while the process group is made: dead or stuck; "
-    )
-    [notice] = [
-        line
-        for each in ended
-        for line in each.err.splitlines()
-        if line.startswith(f"clusterjob: {prefix}") and line.endswith("so far")
-    ]
-    assert 4 <= waited_seconds(notice) <= 6 + MARGIN
-    assert [
-        f"RanksMissingError: {prefix}gave up after " in last_message(each.err) for each in ended
-    ] == [
-        True,
-        True,
-    ], ended
 
 
 def test_rank_1_waits_for_late_rank_0(tmp_path: Path, processes: Processes) -> None:

@@ -1,1 +1,0 @@
-OWN = "own secrets"

@@ -1,5 +1,0 @@
-"""Imported by train_siblings.py."""
-
-
-def greeting():
-    return f"hello from {__name__}"
