@@ -28,6 +28,9 @@ ssh-keygen openssh-client
 openssl openssl
 oathtool oathtool
 /lib/*/security/pam_oath.so libpam-oath
+krb5kdc krb5-kdc
+kadmin.local krb5-admin-server
+kinit krb5-user
 zsh zsh
 fish fish
 tmux tmux
@@ -69,7 +72,7 @@ $root chmod 755 "$policy"
 
 # Only units that this installation adds are disabled; the user may need those that exist already.
 new=
-for unit in munge slurmctld slurmd slurmdbd ssh; do
+for unit in munge slurmctld slurmd slurmdbd ssh krb5-kdc krb5-admin-server; do
   [ -e "/lib/systemd/system/$unit.service" ] || new="$new $unit"
 done
 say "installing $missing"

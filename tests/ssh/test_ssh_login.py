@@ -15,14 +15,18 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+import kerberos
 import pytest
 from procs import TEST_TIMEOUT, checked_output, wait_until
 from ssh_network import SshHost, SshNetwork
 from sshsite import Site, close_connections, hostname
 from terminals import Terminal
+from verdicts import wait_for_verdict
 
 from clusterjob.core.hosts import Host
-from clusterjob.remote import control_master, ssh_config
+from clusterjob.errors import HostError
+from clusterjob.node.verdict import JobState
+from clusterjob.remote import connect, control_master, ssh_config
 from clusterjob.remote.pool import Pool
 from clusterjob.remote.transport import ConnectOptions
 
@@ -307,3 +311,41 @@ def test_end_of_input_and_interrupt_end_question_and_restore_terminal(
             assert terminal.finish() == expected, terminal.shown
             assert terminal.echoes()
         assert b"Traceback" not in terminal.shown
+
+
+# -- Kerberos ------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+def test_kerberos_ticket_logs_in_and_selects_openssh(
+    site: Site, commands: Commands, runtime: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without a ticket, GSSAPIAuthentication alone (Debian's default) changes nothing."""
+    if why := kerberos.skip_reason():
+        pytest.skip(why)
+    ssh_network, host = site.ssh_network, site.ssh_network.hosts["gpu1"]
+    ssh_network.write_config(GSSAPIAuthentication="yes")
+    with kerberos.realm_in(tmp_path / "realm", hosts=(host.address,)) as realm:
+        host.mounts = {"/etc/krb5.conf": realm.config}
+        host.restart(
+            GSSAPIAuthentication="yes",
+            GSSAPIStrictAcceptorCheck="no",
+            AuthenticationMethods="gssapi-with-mic",
+        )
+        try:
+            monkeypatch.setenv("KRB5_CONFIG", str(realm.config))
+            monkeypatch.setenv("KRB5CCNAME", f"FILE:{tmp_path}/none")
+            options = ConnectOptions(10.0, ssh_config=ssh_network.config)
+            target = ssh_config.resolve(Host("gpu1"), ssh_network.config)
+            assert not connect.needs_openssh(target, options)
+            with pytest.raises(HostError, match="gssapi-with-mic"):
+                ask("gpu1", "auto", site)
+            realm.log_in(tmp_path / "tickets")
+            monkeypatch.setenv("KRB5CCNAME", f"FILE:{tmp_path}/tickets")
+            ask("gpu1", "auto", site)
+            assert "gssapi-with-mic" in (host.directory / "sshd.log").read_text()
+            record = site.submit("print('hello')", hosts="gpu1")
+            assert wait_for_verdict(record).state is JobState.SUCCEEDED
+        finally:
+            close_connections()
+            plain(ssh_network, host)
