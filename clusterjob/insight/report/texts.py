@@ -24,7 +24,7 @@ from clusterjob.node.system.sanitize import sanitize
 
 _LINES, _LINES_OF_FAILED = 12, 30  # last lines of each stream of a rank
 _SHORTEST, _LONGEST = 240, 12_000  # characters of one text
-_RANK_LABEL = re.compile(r"^\[rank\d+\]: ?", re.ASCII)  # torch's label of a traceback
+_RANK_LABEL = re.compile(r"^(?:\[rank\d+\]: ?)+", re.ASCII)  # torch's label of a traceback
 _SCRIPTS = ("*.sh", "task.yaml")
 _MAX_SCRIPT, _MAX_DIFF = 60_000, 160_000  # bytes
 

@@ -110,6 +110,8 @@ def main() -> None:
             stdin=subprocess.DEVNULL,
             stdout=stream,
             stderr=stream,
+            # How often it asks the head for its node, at least once a second; else 20 times.
+            env=os.environ | {"RAY_NUM_REDIS_GET_RETRIES": str(int(float(timeout)) + 1)},
             # Its daemons ask for the same: `ray start --block`, ray/_private/services.py.
             preexec_fn=functools.partial(processes.die_with_parent, os.getpid()),  # noqa: PLW1509
         )
