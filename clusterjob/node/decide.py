@@ -960,7 +960,7 @@ class _Step:
                 return self.preempted(f"its workers still ran {after} and were stopped")
             self.wake(ledger.warned.due)
         if ledger.deadline <= now:
-            if root is not None:
+            if root is not None and not root.effect:  # of an effect, the cause is not known yet
                 return Verdict.of_failure(root)
             why = f"the time limit of {options.time_limit:g} s was reached"
             return Verdict(JobState.FAILED, TIMEOUT_EXIT_CODE, reason=why)

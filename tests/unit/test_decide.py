@@ -617,6 +617,17 @@ def test_report_of_an_earlier_round_is_no_answer_about_this_one() -> None:
     assert cluster.decide() is Stage.COLLECT
 
 
+@pytest.mark.parametrize(("effect", "kind"), [(True, "time_limit"), (False, "network")])
+def test_time_limit_ends_the_wait_for_the_cause_of_an_effect(effect: bool, kind: str) -> None:
+    cluster = running(3, time_limit=10.0)
+    cluster.now += 9.9
+    cluster.say(0)
+    cluster.fail(0, failure(0, effect=effect, kind=FailureKind.NETWORK))
+    cluster.wait(0.5)
+    cluster.finish()
+    assert [each.kind for each in cluster.ledger.rounds] == [kind]
+
+
 def test_early_exit_explains_effects() -> None:
     cluster = running(2)
     lines = ('  File "/venv/torch/distributed/distributed_c10d.py", line 1, in all_reduce', "x")
