@@ -73,6 +73,19 @@ def nodes_with_workers(record: Record) -> list[int]:
     return nodes
 
 
+def ranks_of_nodes(record: Record) -> dict[int, int]:
+    """Return the number of ranks of each node that runs workers, in the order of the ranks."""
+    joined = {
+        event["node_rank"]: event["nproc"]
+        for event in read_job_events(record.job_dir)
+        if event.get("event") == "joined"
+        and type(event.get("node_rank")) is int
+        and type(event.get("nproc")) is int  # a host has written the events
+    }
+    usual = record.job.nproc_per_node
+    return {node: max(1, joined.get(node, usual)) for node in nodes_with_workers(record)}
+
+
 def _missing(record: Record, part: str, number: int, count: int) -> UsageError:
     return UsageError(
         f"job {record.job_id} has no {part} {number}",

@@ -43,6 +43,7 @@ def test_exec_runs_on_host_of_rank_and_killed_client_leaves_nothing(site: Site) 
     there = site.remote_dir(Records().find(job.id), "gpu2") / "code"
     job.check_exec("$(uname -n) $PWD", f"gpu2 {there}")
     job.check_killed_client(node=1, sleepers=lambda: on_host(site, "gpu2", "sleep 7777"))
+    wait_until(lambda: not on_host(site, "gpu2", "@notty"), 2 * LEFT, "the end of ssh")
     cancel(site, job)
 
 
@@ -95,7 +96,7 @@ def test_cut_network_ends_client_and_later_the_command(site: Site) -> None:
         site.ssh_network.hosts["gpu2"].link("down")
         try:
             assert process.wait(TEST_TIMEOUT) == 255
-            assert process.stderr.read().startswith(b"clusterjob: error: node 0: ")
+            assert process.stderr.read().startswith(b"clusterjob: error: gpu2: ")
         finally:
             site.ssh_network.hosts["gpu2"].link("up")
     # The program's next sign of life shows the host that the connection is gone.

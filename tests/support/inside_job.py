@@ -5,11 +5,11 @@ from __future__ import annotations
 import contextlib
 import os
 import re
-import signal
 import socket
 import subprocess
+import tempfile
 import textwrap
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -50,23 +50,6 @@ def of_command(text: str) -> list[int]:
     return [pid for pid in own_processes() if text in command_line(pid) and pid != os.getpid()]
 
 
-class Link:
-    """A `ByteLink` to a program that has sent some bytes and ended."""
-
-    def __init__(self, sent: bytes) -> None:
-        self.reader, end = os.pipe()
-        self._requests, self.writer = os.pipe()
-        os.write(end, sent)
-        os.close(end)
-
-    def error(self) -> str:
-        return "the last line"
-
-    def close(self) -> None:
-        for each in (self.reader, self._requests, self.writer):
-            os.close(each)
-
-
 class ScriptedNodes:
     """A backend whose jobs have one state, and whose nodes send what `answer` returns for them.
 
@@ -90,11 +73,19 @@ class ScriptedNodes:
     def collect(self, record: Record) -> None:
         """Fetch nothing: the files are on this machine."""
 
-    def enter(self, record: Record, node: int) -> Link:
+    def command(
+        self, record: Record, node: int, request: Mapping[str, Any], *, terminal: bool
+    ) -> tuple[list[str], dict[str, str]]:
         sent = self.answer(node)
         if sent is None:
             raise InsideError(f"gpu{node}: no route to host")
-        return Link(sent)
+        with tempfile.NamedTemporaryFile(delete=False) as stream:
+            stream.write(sent)
+        text = 'cat "$1"; rm "$1"; echo "clusterjob: error: the last line" >&2'
+        return ["/bin/sh", "-c", text, "sh", stream.name], dict(os.environ)
+
+    def tunnel(self, record: Record, node: int, port: int) -> list[str]:
+        return []
 
 
 def record_of(
@@ -180,15 +171,6 @@ class Inside:
             process.kill()
             process.stdout.close()
         wait_until(lambda: not sleepers(), LEFT, "the end")
-
-    def check_interrupt(self) -> None:
-        """Interrupt `exec`: the command gets the SIGINT, and its exit code comes back."""
-        text = "trap 'echo caught; exit 3' INT; echo up; while :; do sleep 0.05; done"
-        with self.popen("exec", "--", "bash", "-c", text) as process:
-            assert process.stdout.readline() == b"up\n"
-            process.send_signal(signal.SIGINT)
-            assert process.stdout.read() == b"caught\n"
-            assert process.wait(TEST_TIMEOUT) == 3
 
     def check_shell(self, rank: int, where: str, answer: str) -> None:
         """Use a shell beside a rank as a person does: keys, a resize, Ctrl-C and the end.
