@@ -8,7 +8,7 @@ import socket
 import subprocess
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,6 +25,8 @@ _TRIES = 20  # ports above a busy one that are tried
 _TICK = 0.5  # seconds between two checks of the job
 _QUIET = 5.0  # seconds in which an equal message is not repeated
 _PAUSE = 0.1  # seconds without new connections if this process has no free descriptor
+# A command beside a worker, which ends with the job, and with its stdin.
+_WATCH = f"echo '{MARKER.decode()}'$(uname -n); exec cat > /dev/null"
 _LONGEST_LINE = 1 << 12  # bytes of a line that a login prints, or the relay
 
 
@@ -114,10 +116,11 @@ def run(
     processes.raise_open_files()
     with contextlib.ExitStack() as stack:
         listeners = {stack.enter_context(listen(port)): port.remote for port in ports}
-        forwarding = _Forwarding(record, backend, node, warn=warn)
-        stack.callback(forwarding.close)
-        watch, host = forwarding.start_relay()  # it carries no connection, and ends with the job
+        relays = _Relays(record, backend, node, warn=warn)
+        stack.callback(relays.close)
+        watch = relays.start({"rank": None, "argv": ["/bin/sh", "-c", _WATCH]}, None)
         stack.enter_context(watch)
+        host = sanitize(_answer(watch).decode(errors="replace"))
         for sock, remote in listeners.items():
             if host:
                 where = f"port {remote} of node {node} ({host})"
@@ -125,24 +128,33 @@ def run(
         try:
             while watch.poll() is None:
                 for listener in select.select(listeners, [], [], _TICK)[0]:
-                    forwarding.accept(listener, listeners[listener])
+                    relays.accept(listener, listeners[listener])
         except KeyboardInterrupt:
             return 130
         return watch.returncode or InsideError.exit_code
 
 
-class _Forwarding:
-    """The connections of one `run`; each has a thread.
+def _answer(process: subprocess.Popen[bytes]) -> bytes:
+    """Return the line of an answer, after the text of a login; empty if there is none."""
+    assert process.stdout is not None
+    while line := process.stdout.readline(_LONGEST_LINE):
+        if line.startswith(MARKER):
+            return line.removeprefix(MARKER).strip()
+    return b""
 
-    An OpenSSH connection carries each by a command of its own; else a relay, which carries one
-    after the other: Slurm takes long to start a step.
+
+class _Relays:
+    """What carries the connections of one `run`; each connection has a thread.
+
+    OpenSSH carries each by a command of its own. Slurm takes long to start a step: there a relay
+    on the node carries one after the other.
     """
 
     def __init__(
         self, record: Record, backend: base.Executor, node: int, warn: Callable[[str], None]
     ) -> None:
         self._record, self._backend, self._node, self._warn = record, backend, node, warn
-        self._relays: list[subprocess.Popen[bytes]] = []
+        self._started: list[subprocess.Popen[bytes]] = []
         self._idle: list[subprocess.Popen[bytes]] = []
         self._limit = threading.Semaphore(inside.at_once(record) - 1)  # one watches the job
         self._warned: dict[str, float] = {}
@@ -151,9 +163,7 @@ class _Forwarding:
         """Accept a connection, if one is still there."""
         try:
             sock, _ = listener.accept()
-        except BlockingIOError:
-            return
-        except OSError:
+        except OSError:  # the client is gone, or no descriptor is free
             time.sleep(_PAUSE)
             return
         threading.Thread(target=self._serve, args=(sock, port), daemon=True).start()
@@ -182,18 +192,13 @@ class _Forwarding:
     def _relay(self, sock: socket.socket, port: int) -> str:
         """Carry a connection by a relay; return why the port cannot be reached, or nothing."""
         with self._limit:
-            try:
-                relay = self._idle.pop()
-            except IndexError:
-                relay, _ = self.start_relay(stderr=subprocess.DEVNULL)
+            relay = self._idle.pop() if self._idle else self._new_relay()
             assert relay.stdin is not None
             assert relay.stdout is not None
             try:
                 write_piece(relay.stdin, str(port).encode())
-                why = read_piece(relay.stdout)
-                if why is None:
-                    raise ConnectionError
-                if not why:
+                answer = read_piece(relay.stdout)
+                if answer == b"+":
                     back = send_pieces(sock, relay.stdin)
                     receive_pieces(relay.stdout, sock)
                     back.join()
@@ -203,22 +208,25 @@ class _Forwarding:
                 relay.terminate()
                 return ""
             self._idle.append(relay)
-        return why.decode(errors="replace")[:200]
+        return "" if answer == b"+" else answer.decode(errors="replace")[:200]
 
-    def start_relay(self, **streams: Any) -> tuple[subprocess.Popen[bytes], str]:
-        """Start a relay; return it, and the name of its host, which is empty if it has ended."""
-        request = {"rank": None, "relay": True}
-        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, **streams}
-        relay = inside.start(self._record, self._backend, self._node, request, **pipes)
-        self._relays.append(relay)
-        assert relay.stdout is not None
-        while line := relay.stdout.readline(_LONGEST_LINE):
-            if line.startswith(MARKER):
-                host = line.removeprefix(MARKER).decode(errors="replace").strip()
-                return relay, sanitize(host)
-        return relay, ""
+    def _new_relay(self) -> subprocess.Popen[bytes]:
+        relay = self.start({"rank": None, "relay": True}, subprocess.DEVNULL)
+        _answer(relay)
+        return relay
+
+    def start(self, request: Mapping[str, Any], stderr: int | None) -> subprocess.Popen[bytes]:
+        """Start a program on the node, until `close`."""
+        pipes: dict[str, Any] = {
+            "stdin": subprocess.PIPE,
+            "stdout": subprocess.PIPE,
+            "stderr": stderr,
+        }
+        process = inside.start(self._record, self._backend, self._node, request, **pipes)
+        self._started.append(process)
+        return process
 
     def close(self) -> None:
-        """End all relays; ssh ends with its connection."""
-        for relay in self._relays:
-            relay.terminate()
+        """End all programs; ssh ends with its connection."""
+        for process in self._started:
+            process.terminate()

@@ -20,26 +20,24 @@ import select
 import shlex
 import signal
 import socket
-import struct
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
-from typing import IO, Any
+from collections.abc import Mapping, Sequence
+from typing import IO, Any, NoReturn
 
 from clusterjob.node import contract, job_processes
 from clusterjob.node.job_processes import RankProcess
 from clusterjob.node.system import codec, processes
 
 # The request: base64 of a JSON object, so that no shell on the way needs quotes. It is a variable
-# because Slurm's accounting keeps the command line of a step. See `_serve` for its keys.
+# because Slurm's accounting keeps the command line of a step.
 REQUEST = "CLUSTERJOB_INSIDE_REQUEST"
-MARKER = b"clusterjob-inside-3 "  # before the answer of a relay or of stacks, after a login's text
+MARKER = b"clusterjob-inside-3 "  # before an answer, after the text of a login
 REFUSED = 255  # exit code; as of ssh
 NOT_EXECUTABLE, NOT_FOUND = 126, 127  # exit codes as of a shell, and of `docker exec`
 MAX_PIECE = 1 << 16  # bytes
-_LENGTH = struct.Struct(">I")
 _START_TIMEOUT = 10.0  # seconds for workers that are being started
 _TICK = 0.2  # seconds between two checks of the client and the job
 _STACKS = 30.0  # maximum seconds for the stacks of a node
@@ -61,18 +59,6 @@ _NAME = re.compile(r"[A-Za-z_]\w*", re.ASCII)
 _OWN = {contract.REPORT_FD, contract.WARNING_FD, contract.STDIN_FD, "COLUMNS", "LINES", "TERM"}
 
 
-class Stop(Exception):
-    """End this program with an exit code, and perhaps a line on stderr."""
-
-    def __init__(self, code: int, text: str = "") -> None:
-        super().__init__(text)
-        self.code, self.text = code, text
-
-
-def _refusal(text: str) -> Stop:
-    return Stop(REFUSED, f"error: {text}")
-
-
 def encoded(request: Mapping[str, Any]) -> str:
     """Return the value of the variable `REQUEST`."""
     return base64.b64encode(json.dumps(request).encode()).decode()
@@ -86,147 +72,101 @@ def main() -> None:
     this machine, ``env`` more variables for it, and ``socket`` that of its connection to ``host``.
     """
     request = json.loads(base64.b64decode(os.environ.pop(REQUEST)))
-    try:
-        code = _serve(request)
-    except Stop as stop:
-        code = stop.code
-        if stop.text:
-            _say(stop.text)
-    os._exit(code)  # the thread of a relay may read stdin, at which Python's own end fails
-
-
-def _serve(request: Mapping[str, Any]) -> int:
-    processes.adopt_orphans()
-    supervisor = _Supervisor()
-    if "run" in request:
-        environ = os.environ | request.get("env", {})
-        code = supervisor.run(request["run"], environ, grace=_STEP_GRACE)
-        if code == REFUSED and not os.path.exists(request.get("socket", "/")):
-            raise _refusal(f"{request['host']}: the connection broke")
-        return code
-    worker, keeper = _find(request["job"], request["node"], request["rank"])
-    if "stacks" in request:
-        return _send_stacks(request)
-    supervisor.watch(keeper, request["job"])
     if "relay" in request:
-        print(MARKER.decode() + socket.gethostname(), flush=True)
-        thread = threading.Thread(target=_relay, daemon=True)
-        thread.start()
-        supervisor.wait(lambda: not thread.is_alive())
-        return 0
-    return _run_beside(worker, keeper, request, supervisor)
+        _relay()
+    elif "stacks" in request:
+        _send_stacks(request)
+    elif "run" in request:
+        environ = os.environ | request.get("env", {})
+        code = _supervise(request["run"], environ, grace=_STEP_GRACE)
+        if code == REFUSED and not os.path.exists(request.get("socket", "/")):
+            _refuse(f"{request['host']}: the connection broke")
+        sys.exit(code)
+    else:
+        sys.exit(_run_beside(request))
 
 
-def _say(text: str) -> None:
-    print(f"clusterjob: {text}", file=sys.stderr, flush=True)
+def _refuse(text: str) -> NoReturn:
+    print(f"clusterjob: error: {text}", file=sys.stderr, flush=True)
+    sys.exit(REFUSED)
 
 
 # -- supervision -----------------------------------------------------------------------------------
 
 
-class _Supervisor:
-    """Waits for a child; ends it, and all processes below, with the client or the job.
+def _supervise(
+    words: Sequence[str],
+    environ: Mapping[str, str],
+    *,
+    job: str = "",
+    keeper: str = "",
+    grace: float = _GRACE,
+    **options: Any,
+) -> int:
+    """Run a command; end it, and all processes below this one, with the client or the job.
 
     The client is gone when this process has another parent, or its stdin and stdout have no other
     end: sshd sends no signal to a command without a terminal. SIGINT and SIGQUIT reach the command
     from the terminal.
+
+    Args:
+        words: the command line.
+        environ: its environment.
+        job: the job.
+        keeper: the identity of a process that ends with the job.
+        grace: seconds between SIGTERM and SIGKILL.
+        options: more for `subprocess.Popen`.
+
+    Returns:
+        Its exit code; 126 or 127 if it cannot be started.
     """
+    processes.adopt_orphans()
+    own, client = os.getpid(), os.getppid()
+    signals = [each for each in _SIGNALS if signal.getsignal(each) is not signal.SIG_IGN]
+    signal.pthread_sigmask(signal.SIG_BLOCK, signals)
 
-    def __init__(self) -> None:
-        self._parent = os.getppid()
-        self._keeper, self._job = "", ""
-        self._woken, writer = os.pipe()
-        for end in (self._woken, writer):
-            os.set_blocking(end, False)
-        signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
-        for number in _SIGNALS:  # with SIG_IGN, the command would ignore them too
-            if signal.getsignal(number) is not signal.SIG_IGN:
-                signal.signal(number, lambda *_: None)
+    def prepare() -> None:
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, signals)
+        processes.die_with_parent(own)
 
-    def watch(self, keeper: int, job: str) -> None:
-        """End with a process of the job."""
-        self._keeper, self._job = processes.identity(keeper), job
-
-    def run(
-        self,
-        words: Sequence[str],
-        environ: Mapping[str, str],
-        *,
-        grace: float = _GRACE,
-        **more: Any,
-    ) -> int:
-        """Run a command and return its exit code; 126 or 127 if it cannot be started.
-
-        Raises:
-            Stop: the job has ended.
-        """
-        parent = os.getpid()
-        noisy = words[0] == "srun"
-        try:
-            child = subprocess.Popen(
-                [os.fsencode(word) for word in words],
-                env={os.fsencode(name): os.fsencode(value) for name, value in environ.items()},
-                preexec_fn=lambda: processes.die_with_parent(parent),  # noqa: PLW1509 - one thread
-                stderr=subprocess.PIPE if noisy else None,
-                bufsize=0,
-                **more,
-            )
-        except OSError as error:
-            _say(f"{words[0][:4096]}: {error.strerror or error}")
-            absent = error.errno in (errno.ENOENT, errno.ENOTDIR)
-            return NOT_FOUND if absent else NOT_EXECUTABLE
-        codes: list[int] = []
-
-        def ended() -> bool:
-            for pid, status in processes.ended_children():
-                if pid == child.pid:
-                    codes.append(processes.exit_code_of(status)[0])
-            return bool(codes)
-
-        child.returncode = 0  # `ended` reaps it
-        try:
-            self.wait(ended, child.stderr and child.stderr.fileno())
-            end = time.monotonic() + _LEFTOVERS
-            while processes.descendants(parent) and time.monotonic() < end:
-                time.sleep(0.02)
-        finally:
-            _end_all(grace, ended)
-        return codes[0] if codes else 128 + signal.SIGKILL
-
-    def wait(self, ended: Callable[[], bool], errors: int | None = None) -> None:
-        """Wait for an end; copy the stderr of srun meanwhile.
-
-        Raises:
-            Stop: the job has ended, or this process was asked to end.
-        """
-        line = b""
-        while not ended():
-            sources = [self._woken] if errors is None else [self._woken, errors]
-            ready = select.select(sources, [], [], _TICK)[0]
-            if errors is not None and errors in ready:
-                line, errors = _copy_errors(errors, line)
-            stop = os.read(self._woken, 64) if self._woken in ready else b""
-            if signal.SIGHUP in stop or os.getppid() != self._parent or _is_alone():
-                raise Stop(128 + signal.SIGHUP)
-            if signal.SIGTERM in stop and not self._job:
-                raise Stop(128 + signal.SIGTERM)
-            if signal.SIGTERM in stop or (self._keeper and processes.has_ended(self._keeper)):
-                raise _refusal(f"job {self._job} has ended")
-        while errors is not None:
-            line, errors = _copy_errors(errors, line)
+    try:
+        child = subprocess.Popen(
+            [os.fsencode(word) for word in words],
+            env={os.fsencode(name): os.fsencode(value) for name, value in environ.items()},
+            preexec_fn=prepare,  # noqa: PLW1509 - this process has one thread
+            stderr=subprocess.PIPE if words[0] == "srun" else None,
+            **options,
+        )
+    except OSError as error:
+        print(f"clusterjob: {words[0][:4096]}: {error.strerror or error}", file=sys.stderr)
+        return NOT_FOUND if error.errno in (errno.ENOENT, errno.ENOTDIR) else NOT_EXECUTABLE
+    copier = threading.Thread(target=_copy_errors, args=(child.stderr,), daemon=True)
+    copier.start()
+    try:
+        while child.poll() is None:
+            received = signal.sigtimedwait(signals, _TICK)
+            number = 0 if received is None else received.si_signo
+            if number == signal.SIGHUP or os.getppid() != client or _is_alone():
+                return 128 + signal.SIGHUP
+            if number == signal.SIGTERM and not job:
+                return 128 + signal.SIGTERM
+            if number == signal.SIGTERM or (keeper and processes.has_ended(keeper)):
+                _refuse(f"job {job} has ended")
+        end = time.monotonic() + _LEFTOVERS
+        while processes.descendants(own) and time.monotonic() < end:
+            time.sleep(0.02)
+    finally:
+        _end_all(grace)
+    copier.join()
+    return 128 - child.returncode if child.returncode < 0 else child.returncode
 
 
-def _copy_errors(errors: int, line: bytes) -> tuple[bytes, int | None]:
-    """Copy bytes to stderr, without what `_OF_SRUN` says; return an open line."""
-    data = os.read(errors, 1 << 16)
-    text = _OF_SRUN.sub(b"", line + data)
-    kept = text.rpartition(b"\n")[2]
-    if not data or not (kept.startswith(b"srun: ") or b"srun: ".startswith(kept)):
-        kept = b""
-    with contextlib.suppress(OSError):  # nobody reads it
-        sys.stderr.buffer.write(text[: len(text) - len(kept)])
-        sys.stderr.buffer.flush()
-    return kept, errors if data else None
+def _copy_errors(errors: IO[bytes] | None) -> None:
+    """Copy srun's stderr by lines, as Slurm does, without what `_OF_SRUN` says."""
+    while errors is not None and (line := errors.readline(MAX_PIECE)):
+        if not _OF_SRUN.fullmatch(line):
+            with contextlib.suppress(OSError):  # nobody reads it
+                os.write(2, line)
 
 
 def _is_alone() -> bool:
@@ -237,17 +177,15 @@ def _is_alone() -> bool:
     return sum(bool(flags & (select.POLLERR | select.POLLHUP)) for _, flags in poll.poll(0)) == 2
 
 
-def _end_all(grace: float, ended: Callable[[], bool]) -> None:
+def _end_all(grace: float) -> None:
     """End all processes below this one: SIGHUP, SIGTERM and, after the grace, SIGKILL."""
     end = time.monotonic() + grace
     for number in (signal.SIGHUP, signal.SIGTERM, signal.SIGCONT):
         for pid in processes.descendants(os.getpid()):
             processes.send_signal(pid, number)
     while processes.descendants(os.getpid()) and time.monotonic() < end:
-        ended()
         time.sleep(0.02)
     processes.kill_descendants()
-    ended()
 
 
 # -- the worker ------------------------------------------------------------------------------------
@@ -256,55 +194,55 @@ def _end_all(grace: float, ended: Callable[[], bool]) -> None:
 def _find(job_id: str, node: int, rank: int | None) -> tuple[RankProcess, int]:
     """Return a worker of this node, and the process with which the node's part of the job ends.
 
+    It waits up to 10 s for workers that are being started, and exits if there is none.
+
     Args:
         job_id: the job.
         node: the node's rank; several nodes of a job may be on one machine.
         rank: the worker's rank; None for the node's first worker.
-
-    Raises:
-        Stop: there is none. Workers that are being started have 10 s.
     """
     end = time.monotonic() + _START_TIMEOUT
     while True:
         found = job_processes.on_node(job_id, node)
-        worker = next((each for each in found.ranks if rank in (None, each.rank)), None)
-        if worker is not None:
-            return worker, worker.pid if found.forkserver is None else found.forkserver
-        if found.ranks and found.ranks[0].rank is not None:
-            ranks = f"ranks {found.ranks[0].rank} to {found.ranks[-1].rank}"
-            raise _refusal(f"rank {rank} is not on node {node}, which has {ranks}")
+        for worker in found.ranks:
+            if rank in (None, worker.rank):
+                return worker, found.forkserver or worker.pid
         if not found.started or time.monotonic() > end:
-            raise _refusal(f"job {job_id}: no worker runs on node {node}")
+            of_rank = "" if rank is None else f" of rank {rank}"
+            _refuse(f"job {job_id}: no worker{of_rank} runs on node {node}")
         time.sleep(_TICK)
 
 
-def _run_beside(
-    worker: RankProcess, keeper: int, request: Mapping[str, Any], supervisor: _Supervisor
-) -> int:
+def _run_beside(request: Mapping[str, Any]) -> int:
     """Run a command with the environment, the directory and the container of a worker."""
+    worker, keeper = _find(request["job"], request["node"], request["rank"])
     beside = keeper if processes.start_ticks(worker.pid) is None else worker.pid
     enter = _enter_container(beside)
     if enter is None:
         where = f"the container of node {request['node']}"
-        _say(f"{where} cannot be entered: this runs outside of it")
+        print(f"clusterjob: {where} cannot be entered: this runs outside of it", file=sys.stderr)
     environ = {name: value for name, value in worker.environ.items() if name not in _OWN}
     environ[job_processes.MARK] = str(worker.pid)
     if os.isatty(0):
         environ["TERM"] = os.environ.get("TERM", "xterm")
-    more: dict[str, Any] = {}
-    words = list(request["argv"])
+    words, files = list(request["argv"]), tuple[int, ...]()
     if not words:
         title = f"{request['job']} rank {worker.rank}"
-        words, rcfile = _shell(environ, title, root=f"/proc/{beside}/root" if enter else "")
-        more["pass_fds"] = rcfile
+        words, files = _shell(environ, title, root=f"/proc/{beside}/root" if enter else "")
     directory = f"/proc/{beside}/cwd"
     if enter:  # the directory may exist only in the container
         words, directory = [*enter, "--wd", "--", *words], "/"
     else:  # the link leads into another mount namespace, where the path may be unreachable
         with contextlib.suppress(OSError):
             directory = os.readlink(directory)
-    more["cwd"] = directory if os.access(directory, os.X_OK) else "/"
-    return supervisor.run(words, environ, **more)
+    return _supervise(
+        words,
+        environ,
+        job=request["job"],
+        keeper=processes.identity(keeper),
+        cwd=directory if os.access(directory, os.X_OK) else "/",
+        pass_fds=files,
+    )
 
 
 def _shell(environ: dict[str, str], title: str, root: str) -> tuple[list[str], tuple[int, ...]]:
@@ -372,7 +310,7 @@ def _enter_container(pid: int) -> list[str] | None:
 # -- stacks ----------------------------------------------------------------------------------------
 
 
-def _send_stacks(request: Mapping[str, Any]) -> int:
+def _send_stacks(request: Mapping[str, Any]) -> None:
     """Print the stacks of this node's ranks as a marker and one JSON object.
 
     Args:
@@ -380,6 +318,7 @@ def _send_stacks(request: Mapping[str, Any]) -> int:
     """
     from clusterjob.node.stacks.collect import collect
 
+    _find(request["job"], request["node"], request["rank"])
     warnings: list[str] = []
     stacks = collect(
         job_processes.on_node(request["job"], request["node"]),
@@ -393,7 +332,6 @@ def _send_stacks(request: Mapping[str, Any]) -> int:
     text = json.dumps(answer | {"ranks": [codec.plain(each) for each in stacks]})
     sys.stdout.buffer.write(MARKER + text.encode() + b"\n")
     sys.stdout.buffer.flush()
-    return 0
 
 
 # -- relays ----------------------------------------------------------------------------------------
@@ -402,26 +340,27 @@ def _send_stacks(request: Mapping[str, Any]) -> int:
 def _relay() -> None:
     """Carry one TCP connection to a port of this machine after the other over stdin and stdout.
 
-    A connection begins with a piece from the client, its port, and a piece from here: why the
-    port cannot be reached, or nothing. In each direction, an empty piece ends it.
+    A connection begins with a piece from the client, its port, and a piece from here: a plus sign,
+    or why the port cannot be reached. In each direction, an empty piece ends it.
     """
     source, out = sys.stdin.buffer, sys.stdout.buffer
-    with contextlib.suppress(OSError, ValueError):  # the client is gone
-        while port := read_piece(source):
+    out.write(MARKER + b"\n")
+    out.flush()
+    while port := read_piece(source):
+        try:
+            sock = _connect(int(port))
+        except OSError as error:
+            write_piece(out, (error.strerror or "timed out").encode())
+            continue
+        write_piece(out, b"+")
+        with sock:
+            back = send_pieces(sock, out)
             try:
-                sock = _connect(int(port))
-            except OSError as error:
-                write_piece(out, (error.strerror or "timed out").encode())
-                continue
-            write_piece(out, b"")
-            with sock:
-                back = send_pieces(sock, out)
-                try:
-                    receive_pieces(source, sock)
-                except OSError:  # the server reads no more
-                    while read_piece(source):
-                        pass
-                back.join()
+                receive_pieces(source, sock)
+            except OSError:  # the server reads no more
+                while read_piece(source):
+                    pass
+            back.join()
 
 
 def _connect(port: int) -> socket.socket:
@@ -438,13 +377,13 @@ def send_pieces(sock: socket.socket, out: IO[bytes]) -> threading.Thread:
     """Start a thread that sends what a socket receives, as pieces, to its end."""
 
     def send() -> None:
-        with contextlib.suppress(OSError, ValueError):  # the other side is gone
-            data = b"-"
-            while data:
-                try:
-                    data = sock.recv(MAX_PIECE)
-                except OSError:
-                    data = b""
+        data = b"-"
+        while data:
+            try:
+                data = sock.recv(MAX_PIECE)
+            except OSError:
+                data = b""
+            with contextlib.suppress(OSError, ValueError):  # the other side is gone
                 write_piece(out, data)
 
     sock.settimeout(None)
@@ -458,6 +397,7 @@ def receive_pieces(source: IO[bytes], sock: socket.socket) -> None:
 
     Raises:
         OSError: the socket takes no more.
+        ValueError: the source has no pieces.
     """
     while data := read_piece(source):
         sock.sendall(data)
@@ -465,22 +405,18 @@ def receive_pieces(source: IO[bytes], sock: socket.socket) -> None:
 
 
 def write_piece(out: IO[bytes], data: bytes) -> None:
-    """Write one piece: its length, the bytes, and a newline: Slurm buffers output by lines."""
-    out.write(_LENGTH.pack(len(data)) + data + b"\n")
+    """Write a piece: its length, the bytes, and a newline, as Slurm keeps open lines back."""
+    out.write(b"%d\n%b\n" % (len(data), data))
     out.flush()
 
 
-def read_piece(source: IO[bytes]) -> bytes | None:
-    """Return the next piece; None at the end of the source.
+def read_piece(source: IO[bytes]) -> bytes:
+    """Return the next piece; empty at the end of the source.
 
     Raises:
-        ValueError: it is too large.
+        ValueError: this is no piece, or it is too large.
     """
-    head = source.read(_LENGTH.size)
-    if len(head) < _LENGTH.size:
-        return None
-    (length,) = _LENGTH.unpack(head)
-    if length > MAX_PIECE:
+    length = int(source.readline(16) or b"0")
+    if not 0 <= length <= MAX_PIECE:
         raise ValueError(f"a piece of {length} bytes")
-    data = source.read(length + 1)
-    return data[:-1] if len(data) > length else None
+    return source.read(length + 1)[:-1]
