@@ -183,11 +183,9 @@ class _Relays:
         """Carry a connection by a command; return the last line of its stderr."""
         number = sock.fileno()
         with subprocess.Popen(argv, stdin=number, stdout=number, stderr=subprocess.PIPE) as process:
-            assert process.stderr is not None
-            errors, process.stderr = processes.StderrTail(process.stderr), None
             sock.close()
-            process.wait()
-            return errors.last_line(1.0)
+            _, errors = process.communicate()
+        return errors.decode(errors="replace").strip().rpartition("\n")[2]
 
     def _relay(self, sock: socket.socket, port: int) -> str:
         """Carry a connection by a relay; return why the port cannot be reached, or nothing."""

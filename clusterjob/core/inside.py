@@ -6,15 +6,12 @@ stdout and stderr are those of the process that is started here.
 
 from __future__ import annotations
 
-import contextlib
 import os
 import selectors
 import signal
 import subprocess
-import sys
-import termios
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from clusterjob.backends import base
@@ -41,8 +38,8 @@ def run(
         terminal: whether the command gets a terminal, if this process has one.
 
     Returns:
-        The command's exit code; 128 + N if signal N ended it, or this process was sent it. 255 if
-        the job or the connection ended.
+        The command's exit code; 128 + N if signal N ended it. 255 if the job or the connection
+        ended, which a line on stderr says.
 
     Raises:
         UsageError: the job has no such node or rank, or a shell has no terminal.
@@ -57,12 +54,12 @@ def run(
         )
     where = node_of(record, node, rank)
     request = {"rank": rank, "argv": list(argv)}
-    with _same_terminal(), _signals():
-        process = start(record, backend, where, request, terminal=terminal and has_terminal)
-        try:
-            return _exit_code(where, process.wait())
-        finally:  # after a signal to this process
-            process.send_signal(signal.SIGHUP)
+    if any(map(os.isatty, (0, 1, 2))):  # the command gets the signals of keys too
+        for number in (signal.SIGINT, signal.SIGQUIT):
+            if signal.getsignal(number) is not signal.SIG_IGN:  # as of a background job
+                signal.signal(number, lambda *_: None)  # the command would inherit SIG_IGN
+    process = start(record, backend, where, request, terminal=terminal and has_terminal)
+    return _exit_code(where, process.wait())
 
 
 def run_on_all(
@@ -203,67 +200,16 @@ def node_of(record: Record, node: int | None, rank: int | None) -> int:
     Raises:
         UsageError: the job has no such rank, or the rank is on another node.
     """
-    counts = job_parts.ranks_of_nodes(record)
+    nodes = job_parts.nodes_of_ranks(record)
     if rank is None:
-        return next(iter(counts)) if node is None else node
-    first = 0
-    for each, count in counts.items():
-        if rank < first + count:
-            if node not in (None, each):
-                raise UsageError(f"rank {rank} is not on node {node}", f"it is on node {each}")
-            return each
-        first += count
-    job_parts.check_ranks(record, [rank], first)
-    raise AssertionError
+        return nodes[0] if node is None else node
+    job_parts.check_ranks(record, [rank], len(nodes))
+    if node not in (None, nodes[rank]):
+        raise UsageError(f"rank {rank} is not on node {node}", f"it is on node {nodes[rank]}")
+    return nodes[rank]
 
 
 def _exit_code(node: int, code: int) -> int:
     if code < 0:  # the program returns the end of a command by a signal as 128 + N
         raise InsideError(f"node {node}: the connection broke")
     return code
-
-
-@contextlib.contextmanager
-def _signals() -> Iterator[None]:
-    """Let signals end this process in order, except those of keys: the command gets them too."""
-
-    def end(number: int, _frame: object) -> None:
-        sys.exit(128 + number)
-
-    def ignore(_number: int, _frame: object) -> None:
-        """With SIG_IGN, the command would ignore it too."""
-
-    of_keys = ignore if any(map(os.isatty, (0, 1, 2))) else end
-    handlers = {
-        signal.SIGHUP: end,
-        signal.SIGTERM: end,
-        signal.SIGINT: of_keys,
-        signal.SIGQUIT: of_keys,
-    }
-    old = {number: signal.getsignal(number) for number in handlers}
-    try:
-        for number, handler in handlers.items():
-            if old[number] is not signal.SIG_IGN:  # as under nohup
-                signal.signal(number, handler)
-        yield
-    finally:
-        for number, was in old.items():
-            signal.signal(number, was)
-
-
-@contextlib.contextmanager
-def _same_terminal() -> Iterator[None]:
-    """Restore the terminal of this process, which a killed program may leave raw."""
-    try:
-        saved = termios.tcgetattr(0)
-    except termios.error:
-        yield
-        return
-    try:
-        yield
-    finally:
-        # A killed shell may leave this process in the background.
-        signal.signal(signal.SIGTTOU, signal.SIG_IGN)
-        with contextlib.suppress(OSError, termios.error):  # the terminal is gone
-            os.tcsetpgrp(0, os.getpgrp())
-            termios.tcsetattr(0, termios.TCSADRAIN, saved)

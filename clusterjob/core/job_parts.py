@@ -8,6 +8,8 @@ from clusterjob.core.records import Record
 from clusterjob.errors import UsageError
 from clusterjob.node.logs.events import read_job_events
 
+_COUNTS = range(1, 1025)  # possible numbers of workers of a node
+
 
 def check_single(record: Record, what: str) -> None:
     """Refuse an array.
@@ -73,17 +75,16 @@ def nodes_with_workers(record: Record) -> list[int]:
     return nodes
 
 
-def ranks_of_nodes(record: Record) -> dict[int, int]:
-    """Return the number of ranks of each node that runs workers, in the order of the ranks."""
-    joined = {
-        event["node_rank"]: event["nproc"]
+def nodes_of_ranks(record: Record) -> list[int]:
+    """Return the node of each rank, as the job or its events say."""
+    counts = {
+        str(event.get("node_rank")): event["nproc"]
         for event in read_job_events(record.job_dir)
-        if event.get("event") == "joined"
-        and type(event.get("node_rank")) is int
-        and type(event.get("nproc")) is int  # a host has written the events
+        if event.get("event") == "joined" and event.get("nproc") in _COUNTS  # a host has written it
     }
     usual = record.job.nproc_per_node
-    return {node: max(1, joined.get(node, usual)) for node in nodes_with_workers(record)}
+    nodes = nodes_with_workers(record)
+    return [node for node in nodes for _ in range(counts.get(str(node), usual))]
 
 
 def _missing(record: Record, part: str, number: int, count: int) -> UsageError:

@@ -134,7 +134,7 @@ def test_signal_to_client_without_terminal_ends_command(small: Inside, number: i
     with small.popen("exec", "--", "bash", "-c", "echo up; sleep 7777", **options) as process:
         assert process.stdout.readline() == b"up\n"
         process.send_signal(number)
-        assert process.wait(TEST_TIMEOUT) == 128 + number
+        assert process.wait(TEST_TIMEOUT) in (128 + number, -number)
         assert process.stderr.read() == b""
     wait_until(lambda: not of_command("sleep 7777"), LEFT, "the end")
 
@@ -178,15 +178,26 @@ def test_shell_follows_size_and_keys_and_restores_terminal(job: Inside) -> None:
 
 
 @pytest.mark.slow
-def test_broken_connection_restores_terminal(small: Inside) -> None:
+def test_end_of_job_ends_shell_and_restores_terminal(small: Inside) -> None:
     with Terminal([*CLUSTERJOB, "shell", small.id], controlling=True) as terminal:
         before = terminal.attributes
         terminal.read_until(b" rank 0)")
-        [program] = [pid for pid in below(terminal.process.pid) if "inside" in command_line(pid)]
-        os.kill(program, signal.SIGKILL)
+        (small.directory / "leave").touch()
         assert terminal.finish() == 255
         assert terminal.attributes == before
-        assert b"node 0: the connection broke" in terminal.shown
+        assert f"clusterjob: error: job {small.id} has ended".encode() in terminal.shown
+
+
+@pytest.mark.slow
+def test_killed_program_is_one_line(small: Inside) -> None:
+    words = ("--", "bash", "-c", "echo up; exec sleep 7777")
+    with small.popen("exec", *words, stderr=subprocess.PIPE) as process:
+        assert process.stdout.readline() == b"up\n"
+        [program] = [pid for pid in below(process.pid) if "inside" in command_line(pid)]
+        os.kill(program, signal.SIGKILL)
+        assert process.wait(TEST_TIMEOUT) == 255
+        assert process.stderr.read() == b"clusterjob: error: node 0: the connection broke\n"
+    wait_until(lambda: not of_command("sleep 7777"), LEFT, "the end")
 
 
 @pytest.mark.slow

@@ -10,6 +10,7 @@ import subprocess
 import tempfile
 import textwrap
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -233,6 +234,13 @@ def get(port: int, path: str) -> bytes:
         sock.sendall(f"GET /{path} HTTP/1.0\r\n\r\n".encode())
         with sock.makefile("rb") as stream:
             return stream.read()
+
+
+def get_at_once(port: int, path: str, count: int = 20) -> set[bytes]:
+    """Return the different bodies of answers to requests at the same time."""
+    with ThreadPoolExecutor(count) as pool:
+        answers = pool.map(lambda _: get(port, path), range(count))
+        return {answer.partition(b"\r\n\r\n")[2] for answer in answers}
 
 
 def write_script(directory: Path, text: str = GUEST) -> str:
