@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import re
 import subprocess
 import threading
@@ -23,6 +24,7 @@ from clusterjob.node.logs.job_dir import LOGS
 from clusterjob.node.stacks.grouping import RankStack
 from clusterjob.node.system.processes import StderrTail
 from clusterjob.node.system.sanitize import sanitize
+from clusterjob.remote.pool import in_background
 
 if TYPE_CHECKING:
     from clusterjob.backends.base import Executor
@@ -112,17 +114,12 @@ def _ask(
         nodes = job_parts.nodes_with_workers(record)
     limit = threading.Semaphore(inside.at_once(record))
 
-    def ask(each: int, future: Future[_Answer]) -> None:
+    def ask(each: int) -> _Answer:
         with limit:
-            try:
-                future.set_result(_of_node(record, backend, node=each, rank=rank, native=native))
-            except BaseException as error:
-                future.set_exception(error)
+            return _of_node(record, backend, node=each, rank=rank, native=native)
 
-    futures: dict[Future[_Answer], int] = {Future(): each for each in nodes}
-    for future, each in futures.items():
-        # Daemon threads: the command does not wait for a node that does not answer.
-        threading.Thread(target=ask, args=(each, future), daemon=True).start()
+    # The command does not wait for a node that does not answer.
+    futures = {in_background(functools.partial(ask, each)): each for each in nodes}
     late = _wait(futures)
     ranks: dict[int, RankStack] = {}
     errors, warnings = [], []

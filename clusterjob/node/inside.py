@@ -33,7 +33,7 @@ from clusterjob.node.system import codec, processes
 
 # The request: base64 of a JSON object, so that no shell on the way needs quotes. It is a variable
 # because Slurm's accounting keeps the command line of a step.
-REQUEST = "CLUSTERJOB_INSIDE_REQUEST"
+REQUEST = job_processes.MARK  # so that no process with it counts as a worker
 MARKER = b"clusterjob-inside-3 "  # before an answer, after the text of a login
 REFUSED = 255  # exit code; as of ssh
 NOT_EXECUTABLE, NOT_FOUND = 126, 127  # exit codes as of a shell, and of `docker exec`
@@ -50,13 +50,12 @@ _SIGNALS = (signal.SIGCHLD, signal.SIGHUP, signal.SIGINT, signal.SIGQUIT, signal
 _OF_SRUN = re.compile(
     rb"srun: (error: .*: Exited with exit code \d+|cluster configuration lacks .* cpu binding)\r?\n"
 )
-# bash refuses to set these.
-_READ_ONLY = {"BASHOPTS", "BASH_VERSINFO", "EUID", "PPID", "SHELLOPTS", "UID"}
 _SHELLS = ("/bin/bash", "/usr/bin/bash", "/bin/sh")
 _NO_SHELLS = ("", "nologin", "false")
-_NAME = re.compile(r"[A-Za-z_]\w*", re.ASCII)
 # Variables of the worker that mean nothing to a command: descriptors, the size of a terminal.
 _OWN = {contract.REPORT_FD, contract.WARNING_FD, contract.STDIN_FD, "COLUMNS", "LINES", "TERM"}
+
+_CLIENT = os.getppid()
 
 
 def encoded(request: Mapping[str, Any]) -> str:
@@ -121,7 +120,7 @@ def _supervise(
         Its exit code; 126 or 127 if it cannot be started.
     """
     processes.adopt_orphans()
-    own, client = os.getpid(), os.getppid()
+    own = os.getpid()
     signals = [each for each in _SIGNALS if signal.getsignal(each) is not signal.SIG_IGN]
     signal.pthread_sigmask(signal.SIG_BLOCK, signals)
 
@@ -146,12 +145,10 @@ def _supervise(
         while child.poll() is None:
             received = signal.sigtimedwait(signals, _TICK)
             number = 0 if received is None else received.si_signo
-            if number == signal.SIGHUP or os.getppid() != client or _is_alone():
+            if number == signal.SIGHUP or os.getppid() != _CLIENT or _is_alone():
                 return 128 + signal.SIGHUP
-            if number == signal.SIGTERM and not job:
-                return 128 + signal.SIGTERM
             if number == signal.SIGTERM or (keeper and processes.has_ended(keeper)):
-                _refuse(f"job {job} has ended")
+                _refuse(f"job {job} has ended" if job else "ended by SIGTERM")
         end = time.monotonic() + _LEFTOVERS
         while processes.descendants(own) and time.monotonic() < end:
             time.sleep(0.02)
@@ -229,12 +226,11 @@ def _run_beside(request: Mapping[str, Any]) -> int:
     if not words:
         title = f"{request['job']} rank {worker.rank}"
         words, files = _shell(environ, title, root=f"/proc/{beside}/root" if enter else "")
-    directory = f"/proc/{beside}/cwd"
-    if enter:  # the directory may exist only in the container
-        words, directory = [*enter, "--wd", "--", *words], "/"
-    else:  # the link leads into another mount namespace, where the path may be unreachable
-        with contextlib.suppress(OSError):
-            directory = os.readlink(directory)
+    # The directory may exist only in the container. Outside, its link leads into another mount
+    # namespace.
+    directory = "/" if enter else os.path.realpath(f"/proc/{beside}/cwd")
+    if enter:
+        words = [*enter, "--wd", "--", *words]
     return _supervise(
         words,
         environ,
@@ -268,17 +264,16 @@ def _shell(environ: dict[str, str], title: str, root: str) -> tuple[list[str], t
         environ["PS1"] = f"({title}) $ "
         return [shell, "-i"], ()
     # The user's .bashrc may activate another environment: set the worker's again afterwards.
-    exports = "".join(
-        f"export {name}={shlex.quote(value)}\n"
-        for name, value in environ.items()
-        if _NAME.fullmatch(name) and name not in _READ_ONLY and name != "PS1"
-    )
     text = (
+        "clusterjob_environment=$(declare -px)\n"
         "[ -r ~/.bashrc ] && . ~/.bashrc\n"
-        f"{exports}PS1={shlex.quote(f'({title}) ')}$PS1\nunset PROMPT_COMMAND\n"
+        "clusterjob_prompt=$PS1\n"
+        'eval "$clusterjob_environment" 2> /dev/null\n'
+        f"PS1={shlex.quote(f'({title}) ')}$clusterjob_prompt\n"
+        "unset clusterjob_environment clusterjob_prompt PROMPT_COMMAND\n"
     )
     rcfile = anonymous_file("bashrc")
-    os.write(rcfile, text.encode(errors="surrogateescape"))
+    os.write(rcfile, text.encode())
     return [shell, "--rcfile", f"/dev/fd/{rcfile}", "-i"], (rcfile,)
 
 
