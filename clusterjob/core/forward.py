@@ -131,7 +131,7 @@ def run(
                     relays.accept(listener, listeners[listener])
         except KeyboardInterrupt:
             return 130
-        return watch.returncode or InsideError.exit_code
+        return InsideError.exit_code
 
 
 def _answer(process: subprocess.Popen[bytes]) -> bytes:

@@ -46,10 +46,8 @@ _LEFTOVERS = 1.0  # seconds for the output of what a command left behind
 _GRACE = 2.0  # seconds between SIGTERM and SIGKILL
 _STEP_GRACE = 10.0  # the same for srun, which ends its step before
 _SIGNALS = (signal.SIGCHLD, signal.SIGHUP, signal.SIGINT, signal.SIGQUIT, signal.SIGTERM)
-# srun reports each exit code that is not 0, and that it binds no CPUs, also with --quiet.
-_OF_SRUN = re.compile(
-    rb"srun: (error: .*: Exited with exit code \d+|cluster configuration lacks .* cpu binding)\r?\n"
-)
+# srun reports the end of each task that failed or was ended, and that it binds no CPUs.
+_OF_SRUN = re.compile(rb"srun: (error: .*: task 0: |cluster configuration lacks .* cpu binding)")
 _SHELLS = ("/bin/bash", "/usr/bin/bash", "/bin/sh")
 _NO_SHELLS = ("", "nologin", "false")
 # Variables of the worker that mean nothing to a command: descriptors, the size of a terminal.
@@ -145,10 +143,12 @@ def _supervise(
         while child.poll() is None:
             received = signal.sigtimedwait(signals, _TICK)
             number = 0 if received is None else received.si_signo
-            if number == signal.SIGHUP or os.getppid() != _CLIENT or _is_alone():
+            if keeper and processes.has_ended(keeper):
+                _refuse(f"job {job} has ended")
+            if number in (signal.SIGHUP, signal.SIGTERM):
+                return 128 + number
+            if os.getppid() != _CLIENT or _is_alone():
                 return 128 + signal.SIGHUP
-            if number == signal.SIGTERM or (keeper and processes.has_ended(keeper)):
-                _refuse(f"job {job} has ended" if job else "ended by SIGTERM")
         end = time.monotonic() + _LEFTOVERS
         while processes.descendants(own) and time.monotonic() < end:
             time.sleep(0.02)
@@ -161,7 +161,7 @@ def _supervise(
 def _copy_errors(errors: IO[bytes] | None) -> None:
     """Copy srun's stderr by lines, as Slurm does, without what `_OF_SRUN` says."""
     while errors is not None and (line := errors.readline(MAX_PIECE)):
-        if not _OF_SRUN.fullmatch(line):
+        if not _OF_SRUN.match(line):
             with contextlib.suppress(OSError):  # nobody reads it
                 os.write(2, line)
 
@@ -372,14 +372,14 @@ def send_pieces(sock: socket.socket, out: IO[bytes]) -> threading.Thread:
     """Start a thread that sends what a socket receives, as pieces, to its end."""
 
     def send() -> None:
-        data = b"-"
-        while data:
+        with contextlib.suppress(
+            OSError, ValueError
+        ):  # the socket is reset, or the other side gone
             try:
-                data = sock.recv(MAX_PIECE)
-            except OSError:
-                data = b""
-            with contextlib.suppress(OSError, ValueError):  # the other side is gone
-                write_piece(out, data)
+                while data := sock.recv(MAX_PIECE):
+                    write_piece(out, data)
+            finally:
+                write_piece(out, b"")
 
     sock.settimeout(None)
     thread = threading.Thread(target=send, daemon=True)
