@@ -117,9 +117,9 @@ def run(
     with contextlib.ExitStack() as stack:
         listeners = {stack.enter_context(listen(port)): port.remote for port in ports}
         relays = _Relays(record, backend, node, warn=warn)
-        stack.callback(relays.close)
         watch = relays.start({"rank": None, "argv": ["/bin/sh", "-c", _WATCH]}, None)
         stack.enter_context(watch)
+        stack.callback(relays.close)
         host = sanitize(_answer(watch).decode(errors="replace"))
         for sock, remote in listeners.items():
             if host:
@@ -180,22 +180,24 @@ class _Relays:
             self._warn(f"node {self._node}: port {port}: {why}")
 
     def _tunnel(self, sock: socket.socket, argv: Sequence[str]) -> str:
-        """Carry a connection by a command; return the last line of its stderr."""
+        """Carry a connection by a command of ssh; return why it failed, or nothing."""
         number = sock.fileno()
-        with subprocess.Popen(argv, stdin=number, stdout=number, stderr=subprocess.PIPE) as process:
-            sock.close()
-            _, errors = process.communicate()
-        return errors.decode(errors="replace").strip().rpartition("\n")[2]
+        process = subprocess.Popen(argv, stdin=number, stdout=number, stderr=subprocess.DEVNULL)
+        sock.close()
+        # Through a shared connection, ssh names no reason.
+        return "Connection refused, or sshd forwards no ports" if process.wait() else ""
 
     def _relay(self, sock: socket.socket, port: int) -> str:
         """Carry a connection by a relay; return why the port cannot be reached, or nothing."""
         with self._limit:
-            relay = self._idle.pop() if self._idle else self._new_relay()
+            relay = self._idle_relay()
             assert relay.stdin is not None
             assert relay.stdout is not None
             try:
                 write_piece(relay.stdin, str(port).encode())
                 answer = read_piece(relay.stdout)
+                if not answer:
+                    raise ConnectionError
                 if answer == b"+":
                     back = send_pieces(sock, relay.stdin)
                     receive_pieces(relay.stdout, sock)
@@ -208,7 +210,9 @@ class _Relays:
             self._idle.append(relay)
         return "" if answer == b"+" else answer.decode(errors="replace")[:200]
 
-    def _new_relay(self) -> subprocess.Popen[bytes]:
+    def _idle_relay(self) -> subprocess.Popen[bytes]:
+        with contextlib.suppress(IndexError):
+            return self._idle.pop()
         relay = self.start({"rank": None, "relay": True}, subprocess.DEVNULL)
         _answer(relay)
         return relay
