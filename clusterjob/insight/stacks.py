@@ -32,7 +32,6 @@ if TYPE_CHECKING:
 _T = TypeVar("_T")
 _TIMEOUT = 60.0  # seconds for a node; Slurm may need long to start a step
 _LAGGARD = 10.0  # seconds for the other nodes after the last one that has answered
-_RANK_TIMEOUT = 2.0  # seconds for the ranks of a node to answer
 _MAX_BYTES = 64 << 20  # of the answer of a node, or of a file
 _MAX_RANKS = 256  # of a node
 _SAVED = re.compile(r"stacks(?:\.attempt(\d{1,9}))?(?:\.restart(\d{1,9}))?\.json", re.ASCII)
@@ -160,9 +159,8 @@ def _of_node(
     Raises:
         InsideError: the node cannot be reached, or its answer is malformed.
     """
-    what = {"timeout": _RANK_TIMEOUT, "native": native}
     process = inside.start(
-        record, backend, node, {"rank": rank, "stacks": what},
+        record, backend, node, {"rank": rank, "stacks": True, "native": native},
         stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
     )  # fmt: skip
     assert process.stdout is not None

@@ -40,7 +40,7 @@ NOT_EXECUTABLE, NOT_FOUND = 126, 127  # exit codes as of a shell, and of `docker
 MAX_PIECE = 1 << 16  # bytes
 _START_TIMEOUT = 10.0  # seconds for workers that are being started
 _TICK = 0.2  # seconds between two checks of the client and the job
-_STACKS = 30.0  # maximum seconds for the stacks of a node
+_RANK_TIMEOUT = 2.0  # seconds for the ranks of a node to give their stacks
 _CONNECT_TIMEOUT = 2.0  # seconds; loopback answers at once, unless the server's backlog is full
 _LEFTOVERS = 1.0  # seconds for the output of what a command left behind
 _GRACE = 2.0  # seconds between SIGTERM and SIGKILL
@@ -309,18 +309,20 @@ def _send_stacks(request: Mapping[str, Any]) -> None:
     """Print the stacks of this node's ranks as a marker and one JSON object.
 
     Args:
-        request: ``stacks`` has ``timeout`` and ``native``.
+        request: ``native`` says whether to add the frames of C and C++.
     """
     from clusterjob.node.stacks.collect import collect
 
-    _find(request["job"], request["node"], request["rank"])
+    found = job_processes.on_node(request["job"], request["node"])
+    if not found.ranks:
+        _refuse(f"job {request['job']}: no worker runs on node {request['node']}")
     warnings: list[str] = []
     stacks = collect(
-        job_processes.on_node(request["job"], request["node"]),
+        found,
         request["node"],
-        min(request["stacks"]["timeout"], _STACKS),
+        _RANK_TIMEOUT,
         rank=request["rank"],
-        native=request["stacks"]["native"],
+        native=request["native"],
         warn=warnings.append,
     )
     answer = {"host": socket.gethostname(), "warnings": warnings}

@@ -8,7 +8,7 @@ import os
 import re
 
 import pytest
-from inside_job import LEFT, Inside, get_at_once
+from inside_job import LEFT, Inside, get, get_at_once
 from procs import TEST_TIMEOUT, command_line, wait_until
 from sshsite import SLEEPER, Site
 from stacked import LIMIT, NOISE, WAITING, check_stacks
@@ -79,8 +79,12 @@ def test_forward_reaches_loopback_of_host_and_ends_with_job(site: Site) -> None:
     job = started(site)
     with (
         job.served(node=1, python=str(site.python)) as (server, port),
-        job.forwarded(f"0:{port}", "--node", "1") as (forward, [local]),
+        job.forwarded(f"0:{port}", "0:9", "--node", "1") as (forward, [local, refused]),
     ):
+        assert get(refused, "") == b""
+        assert forward.stderr.readline().startswith(
+            "clusterjob: node 1: port 9: Connection refused"
+        )
         assert get_at_once(local, "script.py") == {site.path("script.py").read_bytes()}
         cancel(site, job)
         assert forward.wait(TEST_TIMEOUT) == 255
