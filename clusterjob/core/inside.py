@@ -88,14 +88,10 @@ def run_on_all(
     one_at_a_time = threading.Lock()
 
     def on_node(node: int) -> int:
-        try:
-            process = start(
-                record, backend, node, {"rank": None, "argv": list(argv)},
-                stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-            )  # fmt: skip
-        except ClusterJobError as error:
-            warn(error.message)
-            return error.exit_code
+        process = start(
+            record, backend, node, {"rank": None, "argv": list(argv)},
+            stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+        )  # fmt: skip
         assert process.stdout is not None
         assert process.stderr is not None
         with process, selectors.DefaultSelector() as selector:
@@ -110,7 +106,14 @@ def run_on_all(
                         selector.unregister(key.fileobj)
         return _exit_code(node, process.returncode)
 
-    codes = for_each(nodes, on_node, at_once=at_once(record)).results
+    def code_of(node: int) -> int:
+        try:
+            return on_node(node)
+        except ClusterJobError as error:
+            warn(error.message)
+            return error.exit_code
+
+    codes = for_each(nodes, code_of, at_once=at_once(record)).results
     return next((codes[node] for node in nodes if codes[node]), 0)
 
 

@@ -68,6 +68,8 @@ def main() -> None:
     shell; ``relay`` asks for a relay, ``stacks`` for stacks. With ``run``, it is a command line on
     this machine, ``env`` more variables for it, and ``socket`` that of its connection to ``host``.
     """
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+        signal.signal(signal.SIGINT, lambda *_: sys.exit(128 + signal.SIGINT))
     request = json.loads(base64.b64decode(os.environ.pop(REQUEST)))
     if "relay" in request:
         _relay()
