@@ -44,6 +44,7 @@ _RANK_TIMEOUT = 2.0  # seconds for the ranks of a node to give their stacks
 _CONNECT_TIMEOUT = 2.0  # seconds; loopback answers at once, unless the server's backlog is full
 _LEFTOVERS = 1.0  # seconds for the output of what a command left behind
 _GRACE = 2.0  # seconds between SIGTERM and SIGKILL
+_JOB_END = 6.0  # seconds for the job to end after its step; more than its usual grace
 _STEP_GRACE = 10.0  # the same for srun, which ends its step before
 _SIGNALS = (signal.SIGCHLD, signal.SIGHUP, signal.SIGINT, signal.SIGQUIT, signal.SIGTERM)
 # srun reports the end of each task that failed or was ended, and that it binds no CPUs.
@@ -123,6 +124,7 @@ def _supervise(
     own = os.getpid()
     signals = [each for each in _SIGNALS if signal.getsignal(each) is not signal.SIG_IGN]
     signal.pthread_sigmask(signal.SIG_BLOCK, signals)
+    awaited = [each for each in signals if each != signal.SIGTERM]  # that one stays pending
 
     def prepare() -> None:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, signals)
@@ -141,23 +143,30 @@ def _supervise(
         return NOT_FOUND if error.errno in (errno.ENOENT, errno.ENOTDIR) else NOT_EXECUTABLE
     copier = threading.Thread(target=_copy_errors, args=(child.stderr,), daemon=True)
     copier.start()
+    stopped = False
     try:
-        while child.poll() is None:
-            received = signal.sigtimedwait(signals, _TICK)
-            number = 0 if received is None else received.si_signo
+        while child.poll() is None and not stopped:
+            received = signal.sigtimedwait(awaited, _TICK)
             if keeper and processes.has_ended(keeper):
                 _refuse(f"job {job} has ended")
-            if number in (signal.SIGHUP, signal.SIGTERM):
-                return 128 + number
-            if os.getppid() != _CLIENT or _is_alone():
+            hung_up = received is not None and received.si_signo == signal.SIGHUP
+            if hung_up or os.getppid() != _CLIENT or _is_alone():
                 return 128 + signal.SIGHUP
+            stopped = signal.SIGTERM in signal.sigpending()
         end = time.monotonic() + _LEFTOVERS
-        while processes.descendants(own) and time.monotonic() < end:
+        while processes.descendants(own) and time.monotonic() < end and not stopped:
             time.sleep(0.02)
     finally:
         _end_all(grace)
     copier.join()
-    return 128 - child.returncode if child.returncode < 0 else child.returncode
+    if signal.SIGTERM not in signal.sigpending():
+        return 128 - child.returncode if child.returncode < 0 else child.returncode
+    end = time.monotonic() + _JOB_END  # Slurm stops a job's steps at the same time
+    while keeper and time.monotonic() < end:
+        if processes.has_ended(keeper):
+            _refuse(f"job {job} has ended")
+        time.sleep(_TICK)
+    return 128 + signal.SIGTERM
 
 
 def _copy_errors(errors: IO[bytes] | None) -> None:
