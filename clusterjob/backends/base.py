@@ -13,12 +13,11 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
-from typing import TYPE_CHECKING, ClassVar, Protocol, cast, overload, runtime_checkable
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol, cast, overload, runtime_checkable
 
 from clusterjob.errors import UnknownCluster
 
 if TYPE_CHECKING:
-    from clusterjob.core.byte_link import ByteLink
     from clusterjob.core.capabilities import Capability
     from clusterjob.core.plans import Plan
     from clusterjob.core.proposals import Proposal
@@ -225,11 +224,30 @@ class OutcomeReader(Protocol):
 class Executor(Protocol):
     """A backend that can start a program beside the workers of a running job."""
 
-    def enter(self, record: Record, node: int) -> ByteLink:
-        """Start `clusterjob.node.inside.program` on a node, in the job's allocation.
+    def command(
+        self, record: Record, node: int, request: Mapping[str, Any], *, terminal: bool
+    ) -> tuple[list[str], dict[str, str]]:
+        """Return the command line and the environment of a program beside the node's workers.
+
+        It uses the stdin, stdout and stderr with which it is started here.
+
+        Args:
+            record: the job.
+            node: the node.
+            request: what the program does; see `clusterjob.node.inside.main`.
+            terminal: whether these streams are a terminal, which the program gets.
 
         Raises:
-            ClusterJobError: the node cannot be reached, or the scheduler refuses.
+            ClusterJobError: the node cannot be reached, or the scheduler does not know the job.
+        """
+
+    def tunnel(self, record: Record, node: int, port: int) -> list[str]:
+        """Return the command line that carries one connection to a port of a node on its streams.
+
+        Empty if there is none: a relay beside the workers carries connections.
+
+        Raises:
+            ClusterJobError: the node cannot be reached.
         """
 
 

@@ -7,6 +7,7 @@ import hashlib
 import json
 import logging
 import os
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import datetime, timezone
 from pathlib import Path
@@ -21,7 +22,7 @@ from clusterjob.core.render import sh_line
 from clusterjob.core.spec import JobSpec
 from clusterjob.doctor.engine import CheckFinding, ok
 from clusterjob.errors import ClusterJobError, SpecError
-from clusterjob.node import contract
+from clusterjob.node import contract, inside
 from clusterjob.node.logs import ends, log_files
 from clusterjob.node.logs.events import now
 from clusterjob.node.logs.job_dir import CODE, SPEC
@@ -37,12 +38,11 @@ if TYPE_CHECKING:
     from clusterjob.remote.sessions import Sessions
 
 SWEEP = "sweep.args"  # arguments of each array element, in the job directory
-# Python code that starts the program which runs commands inside a job; sys.argv[1] is the directory
-# or the node zip with the package. It runs with -I and -S, so that no file of the job is imported.
-START_INSIDE = (
-    "import sys; sys.path.append(sys.argv[1]);"
-    " from clusterjob.node.inside.program import main; main()"
-)
+# Python code that calls a function; sys.argv[1] is the directory or the node zip with the package.
+# It runs with -I and -S, so that no file of the job is imported.
+_CALL = "import sys; sys.path.append(sys.argv[1]); from clusterjob.node.{0} import {1}; {1}()"
+START_INSIDE = _CALL.format("inside", "main")
+SUPERVISE = _CALL.format("host_server.server", "supervise")  # the same on a login host
 LOG_SPACE = 50_000_000  # free bytes that a host needs for logs, beyond the size of the sent files
 
 
@@ -78,6 +78,22 @@ def sent_program(spec: JobSpec) -> Program:
             "choose another directory with --workdir",
         )
     return Program(program.kind, path, args=program.args)
+
+
+def beside(
+    request: Mapping[str, Any], environ: Mapping[str, str] = os.environ
+) -> tuple[list[str], dict[str, str]]:
+    """Return the command line and the environment of `clusterjob.node.inside` on this machine.
+
+    Args:
+        request: what it does. With ``run``, it supervises ssh or srun.
+        environ: the environment.
+    """
+    if sys.platform != "linux" and "run" in request:  # the supervision needs Linux
+        return request["run"], {**environ, **request.get("env", {})}
+    package = str(Path(__file__).resolve().parents[2])
+    argv = [sys.executable, "-I", "-S", "-c", START_INSIDE, package]
+    return argv, {**environ, inside.REQUEST: inside.encoded(request)}
 
 
 def common_files(

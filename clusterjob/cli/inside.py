@@ -80,7 +80,7 @@ def execute(
     code that is not 0, and stdin is empty. The command ends with the job.
     """
     from clusterjob.cli import output
-    from clusterjob.core.inside import command
+    from clusterjob.core import inside
     from clusterjob.core.records import Records
 
     argv = ctx.meta[_COMMAND]
@@ -88,18 +88,11 @@ def execute(
         raise UsageError("there is no command", f"clusterjob exec {job_id} -- COMMAND")
     record = Records().find(job_id)
     if not everywhere:
-        return command.run(
-            record,
-            argv,
-            node=node,
-            rank=rank,
-            terminal=not no_tty,
-            warn=output.print_message,
-        )
+        return inside.run(record, argv, node=node, rank=rank, terminal=not no_tty)
     if node is not None or rank is not None:
         raise UsageError("--all is every node", "remove --node and --rank, or --all")
     lines = output.NodeLines()
-    return command.run_on_all(record, argv, show=lines.show, warn=output.print_message)
+    return inside.run_on_all(record, argv, show=lines.show, warn=output.print_message)
 
 
 def shell(job_id: Id, rank: Rank = None, node: Node = None) -> int:
@@ -107,18 +100,10 @@ def shell(job_id: Id, rank: Rank = None, node: Node = None) -> int:
 
     The exit code is the shell's, or 255 as for `exec`.
     """
-    from clusterjob.cli import output
-    from clusterjob.core.inside import command
+    from clusterjob.core import inside
     from clusterjob.core.records import Records
 
-    return command.run(
-        Records().find(job_id),
-        (),
-        node=node,
-        rank=rank,
-        terminal=True,
-        warn=output.print_message,
-    )
+    return inside.run(Records().find(job_id), (), node=node, rank=rank, terminal=True)
 
 
 def forward(
@@ -138,7 +123,7 @@ def forward(
     alone. The command runs until Ctrl-C or the end of the job.
     """
     from clusterjob.cli import output
-    from clusterjob.core.inside.forward import Port, run
+    from clusterjob.core.forward import Port, run
     from clusterjob.core.records import Records
     from clusterjob.node.system.sanitize import sanitize
 

@@ -8,6 +8,8 @@ from clusterjob.core.records import Record
 from clusterjob.errors import UsageError
 from clusterjob.node.logs.events import read_job_events
 
+_COUNTS = range(1, 1025)  # possible numbers of workers of a node
+
 
 def check_single(record: Record, what: str) -> None:
     """Refuse an array.
@@ -71,6 +73,18 @@ def nodes_with_workers(record: Record) -> list[int]:
             # A host has written the events.
             nodes = [node for node in event["nodes"] if node in range(record.nodes)] or nodes
     return nodes
+
+
+def nodes_of_ranks(record: Record) -> list[int]:
+    """Return the node of each rank, as the job or its events say."""
+    counts = {
+        str(event.get("node_rank")): event["nproc"]
+        for event in read_job_events(record.job_dir)
+        if event.get("event") == "joined" and event.get("nproc") in _COUNTS  # a host has written it
+    }
+    usual = record.job.nproc_per_node
+    nodes = nodes_with_workers(record)
+    return [node for node in nodes for _ in range(counts.get(str(node), usual))]
 
 
 def _missing(record: Record, part: str, number: int, count: int) -> UsageError:

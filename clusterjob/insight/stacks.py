@@ -3,35 +3,35 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import re
+import subprocess
 import threading
 import time
-from collections.abc import Collection, Sequence
+from collections.abc import Collection
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
-from clusterjob.core import job_parts, polling
-from clusterjob.core.inside import connection
+from clusterjob.core import inside, job_parts, polling
 from clusterjob.core.records import Record
-from clusterjob.errors import ClusterJobError, InsideError, UsageError, os_error_text
-from clusterjob.node.inside import streams
-from clusterjob.node.inside.streams import STDOUT, Stream
+from clusterjob.errors import ClusterJobError, InsideError, os_error_text
+from clusterjob.node.inside import MARKER
 from clusterjob.node.logs import log_files
 from clusterjob.node.logs.events import read_job_events
 from clusterjob.node.logs.job_dir import LOGS
 from clusterjob.node.stacks.grouping import RankStack
+from clusterjob.node.system.processes import StderrTail
 from clusterjob.node.system.sanitize import sanitize
+from clusterjob.remote.pool import in_background
 
 if TYPE_CHECKING:
     from clusterjob.backends.base import Executor
 
 _T = TypeVar("_T")
-_AT_ONCE = 32  # nodes
 _TIMEOUT = 60.0  # seconds for a node; Slurm may need long to start a step
 _LAGGARD = 10.0  # seconds for the other nodes after the last one that has answered
-_RANK_TIMEOUT = 2.0  # seconds for the ranks of a node to answer
 _MAX_BYTES = 64 << 20  # of the answer of a node, or of a file
 _MAX_RANKS = 256  # of a node
 _SAVED = re.compile(r"stacks(?:\.attempt(\d{1,9}))?(?:\.restart(\d{1,9}))?\.json", re.ASCII)
@@ -56,6 +56,7 @@ class JobStacks:
 
 @dataclass(frozen=True)
 class _Answer:
+    host: str
     ranks: list[RankStack]
     warnings: list[str]
 
@@ -80,7 +81,7 @@ def of_job(record: Record, *, node: int | None, rank: int | None, native: bool) 
         UsageError: the job is an array, or has no such node or rank.
         InsideError: the job does not run and has no saved stacks, or no node answered.
     """
-    backend = connection.executor(record, node, rank)
+    backend = inside.executor(record, node, rank)
     errors: list[str] = []
     if record.handle is not None:
         # The status is not read before: a host that does not answer would delay the others.
@@ -89,7 +90,7 @@ def of_job(record: Record, *, node: int | None, rank: int | None, native: bool) 
             return found
         errors = found.errors
     try:
-        connection.check(record, node, rank)
+        inside.check(record, node, rank)
     except InsideError as error:
         with contextlib.suppress(ClusterJobError):
             polling.collect(record)  # the file may be on the job's hosts
@@ -107,22 +108,17 @@ def _ask(
     record: Record, backend: Executor, *, node: int | None, rank: int | None, native: bool
 ) -> JobStacks:
     """Ask all nodes, the given one, or the one of the rank, at the same time."""
-    nodes: Sequence[int | None] = [node]
+    nodes = [inside.node_of(record, node, rank)]
     if node is None and rank is None:
         nodes = job_parts.nodes_with_workers(record)
-    limit = threading.Semaphore(_AT_ONCE)
+    limit = threading.Semaphore(inside.at_once(record))
 
-    def ask(each: int | None, future: Future[_Answer]) -> None:
+    def ask(each: int) -> _Answer:
         with limit:
-            try:
-                future.set_result(_of_node(record, backend, node=each, rank=rank, native=native))
-            except BaseException as error:
-                future.set_exception(error)
+            return _of_node(record, backend, node=each, rank=rank, native=native)
 
-    futures: dict[Future[_Answer], int | None] = {Future(): each for each in nodes}
-    for future, each in futures.items():
-        # Daemon threads: the command does not wait for a node that does not answer.
-        threading.Thread(target=ask, args=(each, future), daemon=True).start()
+    # The command does not wait for a node that does not answer.
+    futures = {in_background(functools.partial(ask, each)): each for each in nodes}
     late = _wait(futures)
     ranks: dict[int, RankStack] = {}
     errors, warnings = [], []
@@ -131,15 +127,13 @@ def _ask(
             if future in late:
                 raise InsideError(f"node {each}: no answer in time")
             answer = future.result()
-        except UsageError:
-            raise
         except ClusterJobError as error:
-            name = "" if each is None or f"node {each}" in error.message else f"node {each}: "
+            name = "" if f"node {each}" in error.message else f"node {each}: "
             errors.append(f"{name}{error.message}")
             continue
-        warnings += [f"node {_node_of(answer, each)}: {line}" for line in answer.warnings[:1]]
+        warnings += [f"node {each}: {line}" for line in answer.warnings[:1]]
         if taken := [ranks[stack.rank] for stack in answer.ranks if stack.rank in ranks]:
-            both = f"nodes {taken[0].node_rank} and {_node_of(answer, each)}"
+            both = f"nodes {taken[0].node_rank} and {each}"
             warnings.append(f"{both} both answer for rank {taken[0].rank}: one of them is wrong")
         for stack in answer.ranks:
             ranks.setdefault(stack.rank, stack)
@@ -157,48 +151,34 @@ def _wait(futures: Collection[Future[_Answer]]) -> set[Future[_Answer]]:
     return left
 
 
-def _node_of(answer: _Answer, asked: int | None) -> int | None:
-    return answer.ranks[0].node_rank if answer.ranks else asked
-
-
 def _of_node(
-    record: Record, backend: Executor, *, node: int | None, rank: int | None, native: bool
+    record: Record, backend: Executor, *, node: int, rank: int | None, native: bool
 ) -> _Answer:
     """Return the answer of one node.
 
     Raises:
-        UsageError: there is no such rank.
         InsideError: the node cannot be reached, or its answer is malformed.
     """
-    request = {"stacks": {"timeout": _RANK_TIMEOUT, "native": native}}
-    entered = connection.enter(record, backend, request, node=node, rank=rank)
-    with contextlib.closing(entered):
-        if not entered.has_stacks:
-            raise InsideError(f"node {entered.node}: it runs an older version of clusterjob")
-        data = _received(entered)
-        answer = _decoded(data, _Answer, f"node {entered.node}: it sends a malformed answer")
-        if len(answer.ranks) > _MAX_RANKS:
-            raise InsideError(f"node {entered.node}: it sends too many ranks")
-        # Each node speaks for itself alone.
-        own = [replace(each, node_rank=entered.node, host=entered.host) for each in answer.ranks]
-        return _Answer(own, answer.warnings)
-
-
-def _received(entered: connection.InsideConnection) -> bytes:
-    """Return the bytes that a node sends until its end."""
-    data = bytearray()
-
-    def take(more: bytes) -> None:
-        data.extend(more)
-        if len(data) > _MAX_BYTES:
-            raise InsideError(f"node {entered.node}: it sends more than {_MAX_BYTES} bytes")
-
-    entered.streams.add(Stream(STDOUT, sink=take))
-    while not entered.finished:
-        entered.handle(streams.wait_for_any([entered.streams], [], 1.0))
-    if not entered.ended:
-        raise entered.failure()
-    return bytes(data)
+    process = inside.start(
+        record, backend, node, {"rank": rank, "stacks": True, "native": native},
+        stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+    )  # fmt: skip
+    assert process.stdout is not None
+    assert process.stderr is not None
+    with process:
+        errors, process.stderr = StderrTail(process.stderr), None
+        data = process.stdout.read(_MAX_BYTES)
+        process.terminate()
+    _, marker, text = data.partition(MARKER)
+    if not marker:
+        why = errors.last_line(1.0).removeprefix("clusterjob: error: ")
+        raise InsideError(f"node {node}: {why or 'it sends no answer'}")
+    answer = _decoded(text, _Answer, f"node {node}: it sends a malformed answer")
+    if len(answer.ranks) > _MAX_RANKS:
+        raise InsideError(f"node {node}: it sends too many ranks")
+    # Each node speaks for itself alone.
+    own = [replace(each, node_rank=node, host=sanitize(answer.host)) for each in answer.ranks]
+    return replace(answer, ranks=own)
 
 
 def _decoded(data: bytes, type_: type[_T], problem: str) -> _T:

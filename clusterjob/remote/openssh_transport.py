@@ -74,15 +74,18 @@ class OpenSshConnection:
         """Whether the connection is open: ssh removes its socket at the end."""
         return self.path.exists()
 
+    def client(self, *options: str) -> list[str]:
+        """Return the start of a command of ssh on this connection; a remote command may follow."""
+        return [*control_master.client(self.path, *options), self.target.hostname]
+
     def execute(self, command: str) -> ProcessChannel:
         """Start a command without a terminal and return its channel."""
-        return self._start([*control_master.client(self.path), self.target.hostname, command])
+        return self._start([*self.client(), command])
 
     def forward(self, hostname: str, port: int) -> ProcessChannel:
         """Return a stream through this host to another host (direct-tcpip)."""
         where = f"[{hostname}]:{port}" if ":" in hostname else f"{hostname}:{port}"
-        client = control_master.client(self.path, "-W", where)
-        return self._start([*client, self.target.hostname])
+        return self._start(self.client("-W", where))
 
     def close(self) -> None:
         """Close the connection, unless it is shared with other commands."""

@@ -174,7 +174,10 @@ class TaskOutcome(Generic[Key, Result]):
 
 
 def for_each(
-    keys: Sequence[Key], work: Callable[[Key], Result], stop: threading.Event | None = None
+    keys: Sequence[Key],
+    work: Callable[[Key], Result],
+    stop: threading.Event | None = None,
+    at_once: int = _THREADS,
 ) -> TaskOutcome[Key, Result]:
     """Call a function for many hosts in parallel; collect the results and errors of all.
 
@@ -182,6 +185,7 @@ def for_each(
         keys: arguments of the calls.
         work: the function; raises `HostError` if it fails.
         stop: set when the calls are interrupted, for example by Ctrl-C, so that waiting work ends.
+        at_once: maximum number of concurrent calls.
 
     Raises:
         BaseException: any error other than `HostError`, such as Ctrl-C or a bug.
@@ -199,7 +203,7 @@ def for_each(
                 return
             _fulfil(future, partial(work, key))  # type: ignore[arg-type]
 
-    for _ in range(min(len(keys), _THREADS)):
+    for _ in range(min(len(keys), at_once)):
         threading.Thread(target=serve, name="clusterjob-ssh", daemon=True).start()
     try:
         for key, future in futures:

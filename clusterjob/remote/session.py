@@ -11,15 +11,19 @@ import hashlib
 import shlex
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from clusterjob.errors import HostError
+from clusterjob.node import inside
 from clusterjob.node.system.sanitize import sanitize
 from clusterjob.remote.answer_schemas import MAX_ERROR, SchemaError
 from clusterjob.remote.protocol import Deadline, Exchange
-from clusterjob.remote.transport import ByteStream, Channel, Connection
+from clusterjob.remote.transport import Channel, Connection
+
+if TYPE_CHECKING:
+    from clusterjob.remote.openssh_transport import OpenSshConnection
 
 _MARKER = "clusterjob-session "
 _MAX_LOGIN_OUTPUT = 1 << 16  # bytes that a login may print before the host server starts
@@ -76,7 +80,7 @@ except OSError as error:
     sys.exit(0)
 check()
 from clusterjob.node.host_server.server import main
-report("ready %s" % sys.executable)
+report("ready %s\t%s" % (sys.executable, path))
 main(home, path)
 """
 
@@ -124,7 +128,7 @@ class Session:
         home: clusterjob's directory on the host; ``~`` is the user's home directory there.
         node_zip: content of the node zip.
         timeout: seconds without progress after which a request fails.
-        executable: path of the interpreter that runs the host server; empty before its start.
+        program: the interpreter that runs the host server, and the node zip there.
     """
 
     connection: Connection
@@ -133,7 +137,7 @@ class Session:
     home: str
     node_zip: bytes
     timeout: float
-    executable: str = ""
+    program: Sequence[str] = ()
     _lock: threading.Lock = field(default_factory=threading.Lock)
     _channel: Channel | None = None
     _exchange: Exchange | None = None
@@ -191,22 +195,38 @@ class Session:
                 **arguments,
             )
 
-    def take_over(self, argv: Sequence[str] = ()) -> tuple[ByteStream, Callable[[], str]]:
-        """Let another program on the host use the stream; the session takes no further request.
+    def command(self, code: str, request: Mapping[str, Any], *, terminal: bool) -> dict[str, Any]:
+        """Return the request to run `clusterjob.node.inside` on the host with ssh.
+
+        The connection must be one of OpenSSH.
 
         Args:
-            argv: the command line of a scheduler command; empty for the program that runs commands
-                inside a job.
-
-        Returns:
-            The stream, and a function that returns the last line of the host's stderr.
+            code: Python code on one line; sys.argv[1] is the path of the node zip.
+            request: its request.
+            terminal: whether it gets a terminal.
 
         Raises:
             HostError: as in `ask`.
         """
-        self.ask("take_over", argv=argv)
-        assert self._channel is not None
-        return self._channel, self._last_stderr_line
+        with self._lock:
+            self._exchange = self._exchange or self._begin()
+        python, *path = self.program
+        variable = f"{inside.REQUEST}={inside.encoded(request)}"
+        # One line without quotes in quotes, which csh and fish understand too.
+        remote = f"exec env {shlex.join([variable, python, '-I', '-S', '-c', code, *path])}"
+        options = ("-t", "-e", "none") if terminal else ()
+        words = [*self._openssh().client(*options), remote]
+        return {"run": words, "socket": str(self._openssh().path), "host": self.label}
+
+    def tunnel(self, port: int) -> list[str]:
+        """Return a command line of ssh that connects its streams to a port of the host."""
+        return self._openssh().client("-W", f"localhost:{port}")
+
+    def _openssh(self) -> OpenSshConnection:
+        from clusterjob.remote.openssh_transport import OpenSshConnection
+
+        assert isinstance(self.connection, OpenSshConnection)
+        return self.connection
 
     def close(self) -> None:
         """End the session; processes that it started continue."""
@@ -261,7 +281,7 @@ class Session:
                 sent = True
                 exchange.send(self.node_zip, Deadline(self.timeout))
             elif word == "ready":
-                self.executable = rest
+                self.program = rest.split("\t")
                 return
             else:
                 raise self._refusal(word, rest)

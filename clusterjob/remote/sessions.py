@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from clusterjob.core.hosts import Host
 from clusterjob.remote.pool import Pool
 from clusterjob.remote.session import Session
-from clusterjob.remote.transport import AUTO, DEFAULT_TIMEOUT, Connection, ConnectOptions
+from clusterjob.remote.transport import AUTO, DEFAULT_TIMEOUT, OPENSSH, ConnectOptions
 
 HOME = "~/.clusterjob"
 
@@ -102,29 +102,24 @@ class Sessions:
                 return held
             if held is not None:
                 held.close()
-            made = self._sessions[pool, host, place.home] = self._make(connection, place)
+            self._zip = self._zip or self._make_zip()
+            made = self._sessions[pool, host, place.home] = Session(
+                connection,
+                place.python,
+                setup=place.setup,
+                home=place.home,
+                node_zip=self._zip,
+                timeout=place.timeout,
+            )
         return made
 
-    def new_session(self, place: Place, node: int) -> Session:
-        """Return another session with a node's host, for one caller alone.
+    def openssh(self, place: Place, node: int) -> Session:
+        """Return the session with a node's host over OpenSSH, whose connection others can use.
 
         Raises:
-            HostError: the host cannot be used.
+            HostError: the host cannot be used, or this machine has no ssh.
         """
-        connection = self.pool(place).connection(place.hosts[node])
-        with self._lock:
-            return self._make(connection, place)
-
-    def _make(self, connection: Connection, place: Place) -> Session:
-        self._zip = self._zip or self._make_zip()
-        return Session(
-            connection,
-            place.python,
-            setup=place.setup,
-            home=place.home,
-            node_zip=self._zip,
-            timeout=place.timeout,
-        )
+        return self.session(replace(place, transport=OPENSSH), node)
 
     def pool(self, place: Place) -> Pool:
         """Return the connections with these settings."""

@@ -7,10 +7,11 @@ import subprocess
 import sys
 
 import pytest
-from inside_job import Inside
+from inside_job import Inside, get, get_at_once
 from launching import HOST
 from login_user import GUEST as MEETING
 from login_user import Laptop
+from procs import TEST_TIMEOUT
 from slurm_user import GUEST, SLEEPER, User
 from stacked import LIMIT, NOISE, WAITING, check_stacks
 
@@ -33,6 +34,7 @@ def test_exec_runs_in_step_of_job_and_killed_client_leaves_nothing(user: User) -
     number = user.job(job.id)["backend_id"]
     job.check_exec("$SLURMD_NODENAME $SLURM_JOB_ID $PWD", f"n2 {number} {user.directory}")
     job.check_killed_client(node=1)
+    job.check_shell(rank=2, where="echo $SLURMD_NODENAME", answer="n2")
     assert user.job(job.id)["state"] == "RUNNING"
     user("cancel", job.id)
 
@@ -55,6 +57,20 @@ def test_stacks_of_16_ranks_in_2_steps_are_read_and_saved_before_scancel(user: U
         (rank, rank // 8, True) for rank in range(16)
     ]
     assert "stacks of 16 ranks: logs/node0/stacks.txt" in user("status", job_id).stdout
+
+
+def test_forward_shares_steps_and_ends_with_job(user: User) -> None:
+    job = started(user)
+    with (
+        job.served(1, sys.executable) as (server, port),
+        job.forwarded(f"0:{port}", "--node", "1") as (forward, [local]),
+    ):
+        for _ in range(2):
+            assert get_at_once(local, "up3") == {b""}
+        assert get(local, "script.py").endswith(b"time.sleep(1000)\n")
+        user("cancel", job.id)
+        assert forward.wait(TEST_TIMEOUT) == 255
+        assert server.wait(TEST_TIMEOUT) == 255
 
 
 @pytest.mark.slow

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import os
 import re
 
 import pytest
-from inside_job import LEFT, Inside, get
+from inside_job import LEFT, Inside, get, get_at_once
 from procs import TEST_TIMEOUT, command_line, wait_until
 from sshsite import SLEEPER, Site
 from stacked import LIMIT, NOISE, WAITING, check_stacks
@@ -41,8 +42,11 @@ def cancel(site: Site, job: Inside) -> None:
 def test_exec_runs_on_host_of_rank_and_killed_client_leaves_nothing(site: Site) -> None:
     job = started(site)
     there = site.remote_dir(Records().find(job.id), "gpu2") / "code"
+    connections = on_host(site, "gpu2", "@notty")  # of this process
     job.check_exec("$(uname -n) $PWD", f"gpu2 {there}")
+    job.check_shell(rank=2, where="uname -n", answer="gpu2")
     job.check_killed_client(node=1, sleepers=lambda: on_host(site, "gpu2", "sleep 7777"))
+    wait_until(lambda: on_host(site, "gpu2", "@notty") == connections, 2 * LEFT, "the end of ssh")
     cancel(site, job)
 
 
@@ -76,9 +80,14 @@ def test_forward_reaches_loopback_of_host_and_ends_with_job(site: Site) -> None:
     job = started(site)
     with (
         job.served(node=1, python=str(site.python)) as (server, port),
-        job.forwarded(f"0:{port}", "--node", "1") as (forward, [local]),
+        job.forwarded(f"0:{port}", "0:9", "--node", "1") as (forward, [local, refused]),
     ):
-        assert b"time.sleep(1000)" in get(local, "script.py")
+        with contextlib.suppress(ConnectionResetError):
+            assert get(refused, "") == b""
+        assert forward.stderr.readline().startswith(
+            "clusterjob: node 1: port 9: Connection refused"
+        )
+        assert get_at_once(local, "script.py") == {site.path("script.py").read_bytes()}
         cancel(site, job)
         assert forward.wait(TEST_TIMEOUT) == 255
         assert f"job {job.id} has ended" in forward.stderr.read()
@@ -95,7 +104,7 @@ def test_cut_network_ends_client_and_later_the_command(site: Site) -> None:
         site.ssh_network.hosts["gpu2"].link("down")
         try:
             assert process.wait(TEST_TIMEOUT) == 255
-            assert process.stderr.read().startswith(b"clusterjob: error: node 0: ")
+            assert process.stderr.read().startswith(b"clusterjob: error: gpu2: ")
         finally:
             site.ssh_network.hosts["gpu2"].link("up")
     # The program's next sign of life shows the host that the connection is gone.

@@ -4,30 +4,29 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import json
-import os
+import io
 import signal
 import socket
-import struct
 import threading
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 from inside_job import ScriptedNodes, record_of
+from launching import new_folder
 from procs import TEST_TIMEOUT
 
 from clusterjob.backends import base
 from clusterjob.cli import output
-from clusterjob.core.byte_link import ProcessLink
-from clusterjob.core.inside import command, connection, forward
-from clusterjob.core.inside.forward import Port, listen
+from clusterjob.core import forward, inside
+from clusterjob.core.forward import Port, listen
 from clusterjob.core.records import Record
 from clusterjob.errors import ClusterJobError, InsideError, SubmitError, UsageError
-from clusterjob.node.inside import streams
+from clusterjob.node import inside as node_inside
+from clusterjob.node.inside import MARKER
+from clusterjob.node.logs.events import EventLog
 from clusterjob.node.verdict import JobState
 
 MakeRecord = Callable[..., Record]
@@ -36,10 +35,6 @@ MakeRecord = Callable[..., Record]
 @pytest.fixture
 def record(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> MakeRecord:
     return functools.partial(record_of, tmp_path, monkeypatch, nodes=4, nproc=2)
-
-
-def answer(**data: Any) -> bytes:
-    return streams.MARKER + json.dumps(data).encode() + b"\n"
 
 
 @pytest.mark.parametrize(
@@ -54,7 +49,7 @@ def test_job_that_does_not_run_is_one_line(
     record: MakeRecord, state: JobState, code: int, message: str
 ) -> None:
     with pytest.raises(InsideError) as caught:
-        connection.check(record(ScriptedNodes(state, reason="why")))
+        inside.check(record(ScriptedNodes(state, reason="why")))
     assert (caught.value.exit_code, caught.value.message) == (code, message)
     assert "t-1" in caught.value.hint
 
@@ -78,56 +73,23 @@ def test_backend_without_the_feature_and_wrong_targets_are_refused(
         ),
     ):
         with pytest.raises(UsageError, match=message) as caught:
-            connection.check(record(backend, **fields), **target)
+            inside.check(record(backend, **fields), **target)
         assert caught.value.hint
     assert not isinstance(base.load("mlp"), base.Executor)
 
 
-def test_node_of_rank_is_found_from_what_nodes_answer(record: MakeRecord) -> None:
-    answers = {
-        3: answer(error={"why": "rank", "first": 11, "count": 3, "world": 14}),
-        1: b"a banner\n" + answer(rank=5, host="gpu3\x1b[2J"),
-    }
-    backend = ScriptedNodes(JobState.RUNNING, answers.pop)
-    made = record(backend, nproc=None)
-    entered = connection.enter(made, backend, {"argv": ["x"]}, rank=5)  # type: ignore[arg-type]
-    assert (entered.rank, entered.node, answers) == (5, 1, {})
-    assert "\x1b" not in entered.host
-    entered.close()
-
-
-@pytest.mark.parametrize(
-    ("sent", "message"),
-    [
-        (b"", "node 0: the last line"),
-        (b"noise\n", "node 0: the last line"),
-        (b"x" * 60_000, "node 0: the last line"),
-        (streams.MARKER + b"{\n", "node 0: it sends a malformed answer"),
-        (streams.MARKER + b'{"rank": "x"}\n', "node 0: it sends a malformed answer"),
-        (
-            streams.MARKER + b'{"x":' + b"[" * 60_000 + b"\n",
-            "node 0: it sends a malformed answer",
-        ),
-        (
-            streams.MARKER + b'{"rank":1,"y":' + b"[" * 60_000 + b"\n",
-            "node 0: it sends a malformed answer",
-        ),
-        (answer(error={"why": "absent"}), "job t-1: no worker runs on node 0"),
-        (answer(error={"why": "rank", "first": 1, "count": 0}), "job t-1: no worker runs on nod"),
-        (
-            answer(error={"why": "starting"}),
-            "job t-1: no worker runs on node 0; a job of an older version cannot be entered",
-        ),
-    ],
-)
-def test_hostile_answers_are_one_line(record: MakeRecord, sent: bytes, message: str) -> None:
-    backend = ScriptedNodes(JobState.RUNNING, lambda _: sent)
-    made = record(backend)
-    with pytest.raises(InsideError) as caught:
-        connection.enter(made, backend, {}, rank=0)  # type: ignore[arg-type]
-    assert "\n" not in caught.value.message
-    shown = f"{caught.value.message} {caught.value.hint}"
-    assert all(part in shown for part in message.split("; "))
+def test_node_of_rank_follows_from_events_and_job(record: MakeRecord) -> None:
+    made = record(ScriptedNodes(JobState.RUNNING), nproc=None)
+    log = EventLog(new_folder(made.job_dir) / "events.jsonl")
+    for node, nproc in enumerate((3, 1, "x", 4)):
+        log.add("joined", node_rank=node, nproc=nproc)
+    ranks = [inside.node_of(made, None, rank) for rank in range(9)]
+    assert ranks == [0, 0, 0, 1, 2, 3, 3, 3, 3]
+    assert [inside.node_of(made, node, None) for node in (None, 2)] == [0, 2]
+    for node, rank, message in ((None, 9, "has no rank 9"), (0, 3, "rank 3 is not on node 0")):
+        with pytest.raises(UsageError, match=message) as caught:
+            inside.node_of(made, node, rank)
+        assert caught.value.hint
 
 
 def test_errors_of_backend_get_exit_code_255(record: MakeRecord) -> None:
@@ -136,7 +98,7 @@ def test_errors_of_backend_get_exit_code_255(record: MakeRecord) -> None:
 
     backend = ScriptedNodes(JobState.RUNNING, refuse)
     with pytest.raises(InsideError, match="srun: no") as caught:
-        connection.enter(record(backend), backend, {})  # type: ignore[arg-type]
+        inside.start(record(backend), backend, 0, {})
     assert (caught.value.exit_code, caught.value.hint) == (255, "a hint")
 
 
@@ -148,17 +110,30 @@ def test_ctrl_c_does_not_wait_for_node_that_does_not_answer(record: MakeRecord) 
         ended.wait(TEST_TIMEOUT)
         return b""
 
-    made = record(ScriptedNodes(JobState.RUNNING, never))
+    made = record(ScriptedNodes(JobState.RUNNING, never), nodes=1)
     try:
-        for start in (
-            lambda: command.run(made, ["x"], node=None, rank=None, terminal=False, warn=print),
-            lambda: command.run_on_all(made, ["x"], show=print, warn=print),
-            lambda: forward.run(made, [Port(6006)], node=None, show=print, warn=print),
-        ):
-            with pytest.raises(KeyboardInterrupt):
-                start()
+        with pytest.raises(KeyboardInterrupt):
+            inside.run_on_all(made, ["x"], show=print, warn=print)
     finally:
         ended.set()
+
+
+@pytest.mark.parametrize("sent", [b"", MARKER, MARKER + b"gpu1", b"x" * 200_000])
+def test_relay_that_does_not_answer_ends_forward(record: MakeRecord, sent: bytes) -> None:
+    made = record(ScriptedNodes(JobState.RUNNING, lambda _: sent))
+    shown: list[str] = []
+    assert forward.run(made, [Port(6006, 0)], node=None, show=shown.append, warn=print) == 255
+    assert len(shown) == ("gpu1" in sent.decode())
+
+
+@given(st.binary(max_size=50))
+@example(b"-5\n")
+@example(b"99999999\n")
+def test_any_bytes_are_pieces_or_one_error(data: bytes) -> None:
+    with contextlib.suppress(ValueError):
+        source = io.BytesIO(data)
+        while piece := node_inside.read_piece(source):
+            assert len(piece) <= node_inside.MAX_PIECE
 
 
 @given(st.text(max_size=12))
@@ -206,51 +181,3 @@ def test_node_lines_are_labelled_and_harmless(capsys: pytest.CaptureFixture[str]
     assert out.startswith("[node 0] one\n[node 1] other\n[node 0] two")
     assert not {"\x1b", "\x07"} & {*out}
     assert err == "[node 0] wrong\n"
-
-
-def entered_with(record: MakeRecord, end: bytes) -> Any:
-    """Return the connection to a node that has sent the end of its command."""
-    frame = struct.pack(">BII", streams.CONTROL, 0, len(end)) + end + b"\n"
-    made = record(ScriptedNodes(JobState.RUNNING, lambda _: streams.MARKER + b"{}\n" + frame))
-    return connection.enter(made, connection.check(made), {})
-
-
-@pytest.mark.parametrize("end", [b"[" * 30_000, b'{"code":' * 3_000])
-def test_deeply_nested_end_of_node_is_one_error(record: MakeRecord, end: bytes) -> None:
-    with (
-        contextlib.closing(entered_with(record, end)) as entered,
-        pytest.raises(InsideError, match="a malformed end"),
-    ):
-        entered.handle(streams.wait_for_any([entered.streams], [], 1.0))
-
-
-def test_node_that_reads_nothing_after_the_end_does_not_block(
-    record: MakeRecord,
-) -> None:
-    with contextlib.closing(entered_with(record, b'{"code": 3, "ended": false}')) as entered:
-        for _ in range(10):  # more than a pipe holds
-            entered.streams.send(streams.DATA, 0, payload=bytes(streams.MAX_PAYLOAD))
-        entered.handle(streams.wait_for_any([entered.streams], [], 1.0))
-        assert (entered.finished, entered.exit_code()) == (True, 3)
-
-
-def test_error_output_without_end_fills_no_memory() -> None:
-    link = ProcessLink(["bash", "-c", "yes x | head -c 3000000 >&2; echo the end >&2"], os.environ)
-    with contextlib.closing(link):
-        assert link.error() == "the end"
-        assert len(link._errors._kept) <= 1 << 14
-
-
-@pytest.mark.parametrize(
-    ("text", "shown"),
-    [
-        ("exit 5", "its process ended with 5"),
-        ("echo 'srun: error: no such node' >&2; exit 1", "srun: error: no such node"),
-        ("exit 0", ""),
-    ],
-)
-def test_link_tells_why_it_ended_and_not_that_srun_binds_no_cpus(text: str, shown: str) -> None:
-    note = "echo 'srun: cluster configuration lacks support for cpu binding' >&2"
-    link = ProcessLink(["/bin/sh", "-c", f"{note}; {text}"], {})
-    assert link.error() == shown
-    link.close()

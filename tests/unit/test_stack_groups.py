@@ -20,7 +20,7 @@ from clusterjob.cli import main
 from clusterjob.core.records import Record
 from clusterjob.errors import InsideError
 from clusterjob.insight import stacks as insight
-from clusterjob.node.inside import streams
+from clusterjob.node.inside import MARKER
 from clusterjob.node.logs.events import EventLog
 from clusterjob.node.stacks import collect, grouping
 from clusterjob.node.stacks.grouping import Frame, RankStack, ThreadStack
@@ -346,17 +346,9 @@ def running(*answers: bytes | None) -> ScriptedNodes:
     return ScriptedNodes(JobState.RUNNING, answers.__getitem__)
 
 
-def node_answer(data: bytes, **facts: Any) -> bytes:
-    """Return what a node sends: its answer, the data in frames, and its end."""
-    first = {"rank": 0, "host": "gpu1", "stacks": True, **facts}
-    parts = [data[at : at + 30000] for at in range(0, len(data), 30000)]
-    frames_ = [(streams.DATA, 1, part) for part in parts]
-    frames_ += [(streams.END, 1, b""), (streams.CONTROL, 0, b'{"code": 0, "ended": false}')]
-    sent = b"".join(
-        streams._HEADER.pack(kind, number, len(payload)) + payload + b"\n"
-        for kind, number, payload in frames_
-    )
-    return b"a login's text\n" + streams.MARKER + json.dumps(first).encode() + b"\n" + sent
+def node_answer(data: bytes, host: str = "gpu1") -> bytes:
+    """Return what a node sends: its answer, whose object lacks the host."""
+    return b"a login's text\n" + MARKER + data.replace(b"{", b'{"host": "%s", ' % host.encode(), 1)
 
 
 def ranks_json(ranks: Sequence[int], **more: Any) -> bytes:
@@ -384,12 +376,6 @@ def test_nodes_that_answer_are_shown_and_other_is_named(
 def test_job_whose_nodes_do_not_answer_is_one_error(record: MakeRecord) -> None:
     with pytest.raises(InsideError, match="node 0: gpu0: no route to host"):
         ask(record(running(None, None)))
-
-
-def test_node_of_older_version_is_one_line(record: MakeRecord) -> None:
-    older = node_answer(b"", stacks=False)
-    found = ask(record(running(older, node_answer(ranks_json([4])))))
-    assert found.errors == ["node 0: it runs an older version of clusterjob"]
 
 
 def test_node_speaks_for_itself_alone_and_not_for_256_ranks(record: MakeRecord) -> None:

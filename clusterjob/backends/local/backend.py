@@ -11,12 +11,11 @@ import os
 import shutil
 import signal
 import socket
-import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from clusterjob.backends import job_code, job_progress, shared
 from clusterjob.backends.base import Leftover, Status
@@ -37,7 +36,6 @@ from clusterjob.node.system import devices, private_dirs, processes
 from clusterjob.node.verdict import JobState
 
 if TYPE_CHECKING:
-    from clusterjob.core.byte_link import ByteLink
     from clusterjob.core.proposals import Proposal
 
 NAME = "local"
@@ -245,21 +243,20 @@ class LocalBackend:
             processes.signal_group(agent["pid"], signal.SIGINT)
         return True
 
-    def enter(self, record: Record, node: int) -> ByteLink:  # noqa: ARG002 - all are here
-        """Start the program that runs commands inside a job.
+    def command(
+        self,
+        record: Record,  # noqa: ARG002
+        node: int,  # noqa: ARG002 - all are here
+        request: Mapping[str, Any],
+        *,
+        terminal: bool,  # noqa: ARG002 - it is inherited
+    ) -> tuple[list[str], dict[str, str]]:
+        """Return the command of a program beside workers; see `backends.base.Executor`."""
+        return shared.beside(request)
 
-        Raises:
-            SubmitError: it cannot be started.
-        """
-        from clusterjob.core.byte_link import ProcessLink
-
-        package = Path(__file__).resolve().parents[3]
-        try:
-            return ProcessLink(
-                [sys.executable, "-I", "-S", "-c", shared.START_INSIDE, str(package)], os.environ
-            )
-        except OSError as error:
-            raise SubmitError(f"{sys.executable} cannot be run: {error.strerror}") from error
+    def tunnel(self, record: Record, node: int, port: int) -> list[str]:  # noqa: ARG002
+        """Return nothing: a relay carries connections."""
+        return []
 
     def close(self) -> None:
         """Do nothing: the lifelines of detached jobs are already closed."""

@@ -28,7 +28,6 @@ from clusterjob.node.logs.job_dir import ELEMENTS, OUTCOMES
 
 if TYPE_CHECKING:
     from clusterjob.backends.slurm.login_host import Login, LoginHosts
-    from clusterjob.core.byte_link import ByteLink
     from clusterjob.core.proposals import Proposal
     from clusterjob.remote.fetch import Fetched
 
@@ -314,8 +313,10 @@ class SlurmBackend:
             most=most,
         )
 
-    def enter(self, record: Record, node: int) -> ByteLink:
-        """Start the program that runs commands inside a job, in an overlapping step.
+    def command(
+        self, record: Record, node: int, request: Mapping[str, Any], *, terminal: bool
+    ) -> tuple[list[str], dict[str, str]]:
+        """Return the command of a program in an overlapping step; see `base.Executor`.
 
         Raises:
             ClusterJobError: Slurm does not show the job, or the login host cannot be used.
@@ -324,7 +325,12 @@ class SlurmBackend:
 
         record, cluster = status.at_newest_job(record), status.cluster_of(record)
         host = None if cluster.login is None else self._logins.host(cluster.login)
-        return step.enter(record, node, client=self._at(cluster)[0], host=host)
+        client = self._at(cluster)[0]
+        return step.command(record, node, request, client, host, terminal=terminal)
+
+    def tunnel(self, record: Record, node: int, port: int) -> list[str]:  # noqa: ARG002
+        """Return nothing: a relay carries connections."""
+        return []
 
     def interrupt(self, record: Record) -> bool:
         """Interrupt the workers through a request in the job's directory, which the agents read.

@@ -23,7 +23,6 @@ from clusterjob.core.records import Record
 from clusterjob.errors import HostError, SpecError, SubmitError
 from clusterjob.node.logs.job_dir import COMPLETE, LOGS
 from clusterjob.remote import ssh_options
-from clusterjob.remote.channel_link import ChannelLink
 from clusterjob.remote.fetch import Fetch, Fetched, Request
 from clusterjob.remote.job_bundle import JobBundle
 from clusterjob.remote.pool import for_each
@@ -142,13 +141,18 @@ class LoginHost:
         """
         return self.session().ask(call, bulk=bulk, **arguments)
 
-    def take_over(self, argv: Sequence[str]) -> ChannelLink:
-        """Run a scheduler command in a session of its own, and return its streams.
+    def supervised(self, request: Mapping[str, Any], *, terminal: bool) -> dict[str, Any]:
+        """Return the request to supervise srun on the host; see `clusterjob.node.inside.main`.
+
+        Args:
+            request: the request with srun.
+            terminal: whether srun gets a terminal.
 
         Raises:
             HostError: the host cannot be used.
         """
-        return ChannelLink(*self._sessions.new_session(self._place, 0).take_over(argv))
+        session = self._sessions.openssh(self._place, 0)
+        return session.command(shared.SUPERVISE, request, terminal=terminal)
 
     # -- commands ----------------------------------------------------------------------------------
 

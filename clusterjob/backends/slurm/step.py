@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 import shlex
-from typing import TYPE_CHECKING
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
 
 from clusterjob.backends import shared
 from clusterjob.backends.slurm.client import Client
@@ -12,9 +13,9 @@ from clusterjob.backends.slurm.flags import survives
 from clusterjob.backends.slurm.status import cluster_of
 from clusterjob.backends.slurm.submit import NODE_NAME
 from clusterjob.core import node_zip
-from clusterjob.core.byte_link import ByteLink, ProcessLink
 from clusterjob.core.records import Record
 from clusterjob.errors import InsideError, SubmitError
+from clusterjob.node import inside
 from clusterjob.node.environments.slurm_env import slurm_environment
 from clusterjob.node.logs.events import read_job_events
 
@@ -42,36 +43,43 @@ exit 1
 """
 
 
-def enter(record: Record, node: int, client: Client, host: LoginHost | None) -> ByteLink:
-    """Start the program that runs commands inside a job, in an overlapping step.
+def command(
+    record: Record,
+    node: int,
+    request: Mapping[str, Any],
+    client: Client,
+    host: LoginHost | None,
+    *,
+    terminal: bool,
+) -> tuple[list[str], dict[str, str]]:
+    """Return the command of a program in an overlapping step; see `backends.base.Executor`.
 
     Args:
         record: the job.
         node: the node's rank.
+        request: what the program does.
         client: runs Slurm's commands.
         host: the login host that runs srun; None for this machine.
+        terminal: whether the program gets a terminal.
 
     Raises:
-        InsideError: Slurm does not show the job, or srun cannot be run.
+        InsideError: Slurm does not show the job.
         HostError: the login host cannot be used.
     """
     place = f"--relative={node}"
     if survives(record.job) and (name := _node_name(record, node)):
         place = f"--nodelist={name}"  # Slurm numbers only the nodes that it has not lost
-    argv = [*_srun(_job_number(record, client), cluster_of(record).cluster, place)]
+    argv = _srun(_job_number(record, client), cluster_of(record).cluster, place)
+    argv.append("--pty" if terminal else "--quit-on-interrupt")
     zip_path = f"{_directory(record)}/{node_zip.NAME}"
     argv += ["bash", "-c", _SCRIPT, "clusterjob-inside", zip_path, record.job_id]
-    if host is not None:
-        return host.take_over(argv)
-    environ = slurm_environment(os.environ, argv[0])
+    environ = {inside.REQUEST: inside.encoded(request)}
     if client.conf:
         environ["SLURM_CONF"] = client.conf
-    try:
-        return ProcessLink(argv, environ)
-    except OSError as error:
-        raise InsideError(
-            f"srun cannot be run: {error.strerror}", "add Slurm's client commands to PATH"
-        ) from error
+    srun = {"run": argv, "env": environ}
+    if host is None:
+        return shared.beside(srun, slurm_environment(os.environ, argv[0]))
+    return shared.beside(host.supervised(srun, terminal=terminal))
 
 
 def _node_name(record: Record, node: int) -> str:

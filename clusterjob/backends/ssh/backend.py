@@ -32,7 +32,6 @@ from clusterjob.node.options import GRACE
 from clusterjob.node.system import files
 
 if TYPE_CHECKING:
-    from clusterjob.core.byte_link import ByteLink
     from clusterjob.core.proposals import Proposal
     from clusterjob.remote.fetch import Fetched
     from clusterjob.remote.sessions import Sessions
@@ -276,16 +275,24 @@ class SshBackend:
             raise ClusterJobError(*complaint(outcome.errors.values(), len(names)))
         return {name: data for found in outcome.results.values() for name, data in found.items()}
 
-    def enter(self, record: Record, node: int) -> ByteLink:
-        """Start the program that runs commands inside a job, in a session of its own.
+    def command(
+        self, record: Record, node: int, request: Mapping[str, Any], *, terminal: bool
+    ) -> tuple[list[str], dict[str, str]]:
+        """Return the command of a program beside workers; see `clusterjob.backends.base.Executor`.
 
         Raises:
             HostError: the host cannot be used.
         """
-        from clusterjob.remote.channel_link import ChannelLink
+        session = self._sessions.openssh(self._job(record).place, node)
+        return shared.beside(session.command(shared.START_INSIDE, request, terminal=terminal))
 
-        session = self._sessions.new_session(self._job(record).place, node)
-        return ChannelLink(*session.take_over())
+    def tunnel(self, record: Record, node: int, port: int) -> list[str]:
+        """Return a command for one connection, as sshd limits commands and not connections.
+
+        Raises:
+            HostError: the host cannot be used.
+        """
+        return self._sessions.openssh(self._job(record).place, node).tunnel(port)
 
     def doctor_checks(self, spec: JobSpec) -> Iterator[Check]:
         """Yield the doctor checks of the hosts for a job.

@@ -100,23 +100,15 @@ def reap_command(
     return {"code": process.returncode, "out": len(out)}, out + err
 
 
-def take_over(_home: Path, argv: list[str]) -> dict[str, Any]:
-    """Let a program use the streams of the session after the answer.
+def supervise() -> None:
+    """Run a scheduler command of `clusterjob.node.inside` on this process's streams."""
+    from clusterjob.node import inside
 
-    Args:
-        argv: a scheduler command; empty for
-            `clusterjob.node.inside.program`.
-    """
-    from clusterjob.node.inside import program
-
-    return {"then": functools.partial(_run_here, argv) if argv else program.main}
-
-
-def _run_here(argv: list[str]) -> None:
-    try:
-        _start(argv, {}).wait()
-    except OSError as error:
-        print(f"{argv[0]} cannot be run: {error.strerror}", file=sys.stderr, flush=True)
+    request = os.environ[inside.REQUEST]
+    environ = slurm_environment(_environment("srun"), "srun")
+    os.environ.clear()
+    os.environ.update(environ, **{inside.REQUEST: request})
+    inside.main()
 
 
 def _start(argv: list[str], env: Mapping[str, str], **options: Any) -> subprocess.Popen[bytes]:
@@ -170,14 +162,13 @@ FUNCTIONS: dict[str, Callable[..., Any]] = {
         code_store.receive,
         run_command,
         reap_command,
-        take_over,
     )
 }
 _WITH_BODY = ("put", "install", "receive")  # bytes follow these calls
 
 
 def main(home: str, node_zip: str) -> None:
-    """Answer calls until stdin ends, or a call takes the streams over.
+    """Answer calls until stdin ends.
 
     Args:
         home: clusterjob's directory on this host.
@@ -196,12 +187,11 @@ def main(home: str, node_zip: str) -> None:
         body = code_store.Part(sys.stdin.buffer.read, received["size"])
         if name in _WITH_BODY:
             arguments["read"] = body.read
-        data, then = b"", None
+        data = b""
         try:
             answer = functions[name](Path(home), **arguments)
             if isinstance(answer, tuple):
                 answer, data = answer
-            then = answer.pop("then", None)
         except EOFError:
             return
         except OSError as error:
@@ -213,6 +203,3 @@ def main(home: str, node_zip: str) -> None:
             pass
         sys.stdout.buffer.write(json.dumps({**answer, "size": len(data)}).encode() + b"\n" + data)
         sys.stdout.buffer.flush()
-        if then is not None:
-            then()
-            return

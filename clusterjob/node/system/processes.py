@@ -31,8 +31,6 @@ _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
 _MAX_STDERR = 1 << 14  # bytes that `StderrTail` keeps; the process may write without end
 _MAX_LINE = 300  # characters
-# srun says so of each --cpu-bind=none without the plugin task/affinity, also with --quiet.
-_NO_REASON = "srun: cluster configuration lacks support for cpu binding\n"
 # The number of the system call read(2), by CPU architecture.
 _READ = {
     "x86_64": "0",
@@ -490,7 +488,7 @@ class StderrTail:
             timeout: seconds to wait for the end of the stream; another process may keep it open.
         """
         self._thread.join(timeout)
-        text = self._kept.decode(errors="replace").replace(_NO_REASON, "").strip()
+        text = self._kept.decode(errors="replace").strip()
         return text.rpartition("\n")[2].strip()[:_MAX_LINE]
 
     def _read(self) -> None:
