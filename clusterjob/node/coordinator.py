@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
-import shutil
 import socket
 import time
 from collections.abc import Callable, Iterable, Mapping
@@ -98,7 +97,6 @@ class Coordinator:
             attempt=identity.attempt,
             serves_store=options.launcher == "agent" and identity.has_torch,
             moves=succession.may_move(node),
-            asks_slurm=topology.source == slurm_env.SOURCE and bool(shutil.which("scontrol")),
         )
         self._nodes: dict[int, Node] = {}
         self._ledger = Ledger(since=time.monotonic())
@@ -106,7 +104,6 @@ class Coordinator:
         self._stacks: dict[int, RankStack] = {}  # that were collected in the newest round, by rank
         self._stragglers: StragglerWatch | None = None
         self._saving: asyncio.Future[str] | None = None  # of these stacks: the path of the file
-        self._slurm_up: bool | None = None
         self._kept: tuple[Any, ...] = ()  # what the successors know
         self._began = time.monotonic()
         self._begun = policy.begin_attempt(options, self._job_dir, identity.attempt)
@@ -164,7 +161,7 @@ class Coordinator:
         lost = Failure.of_node(state.node, state.host, message=earlier_.why)
         deadline = earlier_.received_at + state.lasting.deadline
         lasting = replace(state.lasting, deadline=deadline)
-        self._ledger = core.take_over(self._job, lasting, lost, moment, earlier_.gone)
+        self._ledger = core.take_over(self._job, lasting, lost, moment)
 
     async def _step(self) -> None:
         """Wait for a change or for the time of the next decision; decide."""
@@ -186,11 +183,7 @@ class Coordinator:
         # With thousands of nodes, decisions take at most a fifth of the time, unless a stop waits.
         pause = 1 if self._ledger.stage is Stage.COLLECT else 5
         self._earliest = moment + pause * (time.monotonic() - moment)
-        if decision.asks_slurm:
-            host = this_node.node_name()
-            self._slurm_up = await asyncio.to_thread(succession.slurm_says_down, host) is False
-            self._due = 0.0
-        elif self._ledger.stage is Stage.RESIGN:
+        if self._ledger.stage is Stage.RESIGN:
             raise MinorityError("the other nodes may still run without this one")
 
     def _view(self) -> View:
@@ -209,7 +202,6 @@ class Coordinator:
             time=now(),
             refused=refused,
             ended=ended,
-            slurm_up=self._slurm_up,
             stalled=self.membership.stalls.recent(self._job.options.lease),
             stacks=[self._stacks[rank] for rank in sorted(self._stacks)],
             slow={int(node): why for node, why in self.measured.get("slow", {}).items()},
@@ -273,7 +265,6 @@ class Coordinator:
             ledger.worlds, peers, self._topology, store_at, job=self._identity
         )
         self._ledger = replace(ledger, worlds=worlds)
-        self._slurm_up = None
         self._stacks, self._saving = {}, None
         self._stragglers = StragglerWatch(
             ledger.round, len(ledger.nodes), ledger.world_size, self._events
@@ -414,7 +405,7 @@ class Coordinator:
             node=self._job.own,
             host=this_node.node_name(),
             moves=self._moves,
-            process=processes.identity(os.getppid()),
+            boot=processes.boot_id(),
             clock=moment + self._shift,
             made_at=moment,
         )

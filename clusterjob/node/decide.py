@@ -100,7 +100,6 @@ class Job:
         own: the coordinator's node.
         serves_store: whether that node serves torch's store, with or without workers.
         moves: whether another node may become the coordinator.
-        asks_slurm: whether Slurm tells the other half of a split job that this node is down.
     """
 
     options: LaunchOptions
@@ -109,7 +108,6 @@ class Job:
     attempt: int = 0
     serves_store: bool = True
     moves: bool = False
-    asks_slurm: bool = False
 
 
 @dataclass(frozen=True)
@@ -178,7 +176,6 @@ class View:
         time: the time for records, RFC 3339.
         refused: a node that may not join, or cannot start, as a failure.
         ended: the nodes whose end is recorded in the job's directory.
-        slurm_up: whether Slurm says that the coordinator's node is up; None if it was not asked.
         stalled: seconds for which the coordinator's process did not run lately.
         stacks: the stacks that were collected in this round.
         slow: the nodes that the preflight has found to be slow, and why.
@@ -188,7 +185,6 @@ class View:
     time: str = ""
     refused: Failure | None = None
     ended: frozenset[int] = frozenset()
-    slurm_up: bool | None = None
     stalled: float = 0.0
     stacks: Sequence[RankStack] = ()
     slow: Mapping[int, str] = field(default_factory=dict)
@@ -214,7 +210,6 @@ class Ledger(Lasting):
 
     Attributes:
         since: when the stage began, or will after a pause.
-        gone: nodes that have certainly ended, as the agents of an earlier coordinator know.
         took_over: whether no round has begun since the coordinator moved.
         losses: how many losses of each node are recorded.
         started: when the newest workers were started, RFC 3339.
@@ -246,7 +241,6 @@ class Ledger(Lasting):
 
     stage: Stage = Stage.WAIT
     since: float = 0.0
-    gone: frozenset[int] = frozenset()
     took_over: bool = False
     losses: Mapping[int, int] = field(default_factory=dict)
     started: str | None = None
@@ -304,7 +298,6 @@ class Decision:
         due: when to call `decide` again, if nothing changes before.
         events: the events to record: the name, and the fields of each.
         lines: lines for the user.
-        asks_slurm: whether the next view must have Slurm's answer.
         dropped: nodes that count as lost from now on, and why; the caller closes their connections.
     """
 
@@ -312,7 +305,6 @@ class Decision:
     due: float = math.inf
     events: list[tuple[str, dict[str, Any]]] = field(default_factory=list)
     lines: list[str] = field(default_factory=list)
-    asks_slurm: bool = False
     dropped: dict[int, str] = field(default_factory=dict)
 
 
@@ -356,9 +348,7 @@ def choose(
     return [node for node in (*places, *others) if node is not None][:wanted]
 
 
-def take_over(
-    job: Job, lasting: Lasting, lost: Failure, now: float, gone: frozenset[int] = frozenset()
-) -> Ledger:
+def take_over(job: Job, lasting: Lasting, lost: Failure, now: float) -> Ledger:
     """Return the ledger of another coordinator that goes on with the job: its round has ended.
 
     Args:
@@ -366,13 +356,11 @@ def take_over(
         lasting: what the coordinator before remembered, with times of this machine's clock.
         lost: how that one was lost.
         now: the time.
-        gone: nodes that have certainly ended.
     """
     ledger = Ledger(
         **vars(lasting),
         stage=Stage.STOP,
         since=now,
-        gone=gone,
         took_over=True,
         started=lasting.first_started,
         end=Verdict.of_failure(lost),
@@ -699,12 +687,7 @@ class _Step:
 
     def has_majority(self) -> bool:
         """Return whether no other part of a split job can go on."""
-        return not self.job.moves or may_go_on(self.ledger.groups, self.present(), self.ledger.gone)
-
-    def is_tied(self) -> bool:
-        """Return whether only the coordinator makes this half of the job the larger one."""
-        tied = [replace(group, coordinator=-1) for group in self.ledger.groups]
-        return not may_go_on(tied, self.present(), self.ledger.gone)
+        return not self.job.moves or may_go_on(self.ledger.groups, self.present())
 
     def may_train(self) -> float:
         """Return until when workers of the newest round may run on nodes that are not here."""
@@ -735,7 +718,7 @@ class _Step:
             self.finish(self.preempted(_NOT_STARTED))
             return
         if over and now >= ledger.since and now >= self.may_train():
-            self._start_if_alone()
+            self._begin_or_measure()
             return
         few = len(self.chosen()) < self.least
         alone = not self.has_majority() or (ledger.took_over and few)
@@ -744,19 +727,12 @@ class _Step:
         elif not over:
             self._look_for_missing(first=first)
 
-    def _start_if_alone(self) -> None:
-        """Begin a round, unless Slurm may let the other half of a split job begin one."""
+    def _begin_or_measure(self) -> None:
         if self.job.options.preflight != "off" and self.ledger.round < 0:
             self._measure()
             if self.ledger.slow is None or self.ledger.stage is Stage.END:
                 return
-        tied = self.job.moves and self.job.asks_slurm and self.is_tied()
-        if tied and self.view.slurm_up is None:
-            self.decision.asks_slurm = True
-        elif tied and not self.view.slurm_up:
-            self.go(Stage.RESIGN)
-        else:
-            self.begin()
+        self.begin()
 
     def _measure(self) -> None:
         """Let all nodes measure; leave slow ones out, if there are enough others."""
@@ -878,7 +854,6 @@ class _Step:
             limit_runs=ledger.limit_runs,
             stage=Stage.RUN,
             since=self.now,
-            gone=ledger.gone.difference(here),  # until all know of this round
             losses=ledger.losses,
             started=self.view.time,
             warned=ledger.warned,

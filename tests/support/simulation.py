@@ -789,7 +789,7 @@ class Agent:
             return False
         ledger, node = found
         others = set(range(len(self.sim.machines))) - ({node} - {self.machine.number})
-        return may_go_on(ledger.groups, others, ledger.gone)
+        return may_go_on(ledger.groups, others)
 
     def coordinate(self, ledger: Ledger, before: int | None) -> None:
         self.coordinator = Coordinator(self.sim, self, ledger, before)
@@ -832,7 +832,7 @@ class Coordinator:
                 self.before, f"host{self.before}", message="the coordinator was lost"
             )
             lasting = lasting_of(self.ledger)
-            self.ledger = core.take_over(self.job, lasting, lost, self.sim.now, self.ledger.gone)
+            self.ledger = core.take_over(self.job, lasting, lost, self.sim.now)
         self.tick()
         self.plan(0.0)
 

@@ -97,7 +97,7 @@ class Cluster:
         if self.honest and not self.dropped:  # at the same moment, nothing changes any more
             orders = self.orders() if self.ledger.stage is not Stage.END else {}
             again = core.decide(self.job, self.ledger, self._view(), self.now)
-            expected = Decision(self.ledger, due=again.due, asks_slurm=again.asks_slurm)
+            expected = Decision(self.ledger, due=again.due)
             assert again == expected
             assert not orders or self.orders() == orders
         return self.ledger.stage
@@ -1278,23 +1278,6 @@ def test_larger_part_of_a_split_job_goes_on() -> None:
     assert len(cluster.ledger.rounds) == 1
 
 
-@pytest.mark.parametrize(
-    ("up", "stage"), [(True, Stage.RUN), (False, Stage.RESIGN), (None, Stage.WAIT)]
-)
-def test_half_of_a_job_goes_on_only_if_slurm_says_that_its_node_is_up(
-    up: bool | None, stage: Stage
-) -> None:
-    cluster = running(4, max_restarts=3, min_nodes=2, moves=True)
-    cluster.job = replace(cluster.job, asks_slurm=True)
-    cluster.say(*cluster.nodes, seen=1)
-    for number in (2, 3):
-        cluster.lose(number)
-    cluster.finish()
-    cluster.view["slurm_up"] = up
-    cluster.wait(14.0)
-    assert cluster.ledger.stage is stage
-
-
 def test_new_coordinator_charges_the_round_once_and_only_with_the_larger_part() -> None:
     members = Members((0, 1, 2), 0)
     lasting = Lasting(round=0, nodes=(0, 1, 2), groups=(members,), first_started="t")
@@ -1318,24 +1301,6 @@ def test_new_coordinator_charges_the_round_once_and_only_with_the_larger_part() 
     )
     cluster.wait(13.0)
     assert (cluster.ledger.round, cluster.ledger.nodes) == (1, (1, 2))
-
-
-@pytest.mark.parametrize(("nodes", "left"), [((0, 1), (1,)), ((0, 1, 2, 3), (1, 2))])
-def test_part_without_a_coordinator_that_has_certainly_ended_goes_on(
-    nodes: tuple[int, ...], left: tuple[int, ...]
-) -> None:
-    """The new round runs also before its nodes say that they know it."""
-    lasting = Lasting(round=0, nodes=nodes, groups=(Members(nodes, 0),), first_started="t")
-    cluster = Cluster(len(nodes), max_restarts=1, min_nodes=1, moves=True)
-    cluster.job = replace(cluster.job, own=1)
-    lost = failure(None, node=0, kind=FailureKind.NODE_LOST, message="it was killed")
-    for number in {*nodes}.difference(left):
-        cluster.lose(number)
-    cluster.say(*left, seen=1)
-    cluster.ledger = core.take_over(cluster.job, lasting, lost, cluster.now, frozenset({0}))
-    cluster.wait(13.0)
-    cluster.decide(0.1)
-    assert (cluster.ledger.stage, cluster.ledger.nodes) == (Stage.RUN, left)
 
 
 @pytest.mark.parametrize(

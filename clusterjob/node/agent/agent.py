@@ -251,53 +251,42 @@ class Agent:
         addresses = [self._node.topology.master_addr]
         addresses += self._parent.note.read().get("successors", [])
         search = Search(self._node, self._hello, self._report, deadline, first=first)
+        turn = math.inf if self._earlier is None else time.monotonic() + after
         try:
-            while True:
-                turn = math.inf if self._earlier is None else time.monotonic() + after
-                if (channel := await search.run(addresses, turn)) is not None:
-                    break
-                if (earlier := await self._replaceable(lost)) is not None:
-                    self._alone += 1
-                    await self._coordinate(earlier)
-                    return None
+            channel = await search.run(addresses, turn)
         except RendezvousError as error:
             if first and not self._report.state.request.cancel:
                 raise
             why = f"node {self._node_rank} lost the coordinator: {lost.why}; {error.message}"
             return self._end_without_coordinator(why)
+        if channel is None:
+            assert self._earlier is not None
+            self._alone += 1
+            await self._coordinate(replace(self._earlier, why=lost.why, ended=lost.ended))
+            return None
         self._orders = asyncio.Queue()
         self._link = Link(channel, options, self._orders, self._start)
         self._parent.keep(joined=True, coordinates=False)
         self._report.changed.set()
         return None
 
-    async def _replaceable(self, lost: ConnectionLost) -> Earlier | None:
-        """Return the coordinator whose place this agent may take; None if it may not."""
-        earlier, topology = self._earlier, self._node.topology
-        assert earlier is not None
-        state, gone = earlier.state, frozenset[int]()
-        ended = succession.confirmed_ended
-        if earlier.moved and await asyncio.to_thread(ended, state, topology.source):
-            gone = frozenset({state.node})
-        # Could the job go on if all nodes but the coordinator's joined this one?
-        others = set(range(topology.nnodes)) - ({state.node} if earlier.moved else set())
-        if not succession.may_go_on(state.lasting.groups, others, gone):
-            return None
-        return replace(earlier, why=lost.why, ended=lost.ended, gone=gone)
-
     def _note_succession(self, message: Succession) -> None:
         """Record which nodes may take the coordinator's place, and that this node knows it."""
         nodes, seen = [node for node, _ in message.successors], message.rounds_seen
+        state, own = message.state, self._node_rank
         self._earlier = None
-        if message.state is not None and self._node_rank in nodes:
-            self._position = nodes.index(self._node_rank)
-            self._earlier = Earlier(
-                message.state,
-                why="",
-                ended=False,
-                moved=message.state.node != self._node_rank,
-                received_at=time.monotonic(),
-            )
+        if state is not None and own in nodes:
+            # Could the job go on if all nodes but the coordinator's joined this one?
+            others = set(range(self._node.topology.nnodes)) - ({state.node} - {own})
+            if succession.may_go_on(state.lasting.groups, others):
+                self._position = nodes.index(own)
+                self._earlier = Earlier(
+                    state,
+                    why="",
+                    ended=False,
+                    moved=state.node != own,
+                    received_at=time.monotonic(),
+                )
         addresses = [address for _, address in message.successors]
         self._parent.keep(successors=addresses, rounds=seen)
         if seen != self._report.state.seen:

@@ -146,7 +146,7 @@ class CoordinatorState:
         lasting: what it remembers; of many rounds, the latest.
         node, host: the coordinator's node.
         moves: how often the coordinator has moved to another node.
-        process: the first process of the coordinator's node; see `processes.identity`.
+        boot: the boot of its machine; see `processes.boot_id`.
         clock: the time of the state, by the clock of the job's events.
         made_at: the time of the state, by the monotonic clock of the machine.
     """
@@ -156,7 +156,7 @@ class CoordinatorState:
     node: Number
     host: Text
     moves: Number
-    process: Text
+    boot: Text
     clock: float
     made_at: float
 
