@@ -61,8 +61,6 @@ MOST_NODES = 128  # to ask for stacks after a failure: the stop must not wait fo
 _COLLECT_SECONDS = 1.9  # seconds for all nodes to send their stacks
 # Seconds between SIGTERM and SIGKILL after a failure, as torchrun: for workers whose handler saves.
 _FAILURE_GRACE = 30.0
-# The longest grace after a scheduler's SIGTERM: Slurm's default KillWait of 30 s, without 5 s.
-_KILL_WAIT = 25.0
 _LEAST_GRACE = 0.5  # seconds, if a warning has left less
 _STOP_SECONDS = 5.0  # seconds for a node to end its workers, after the grace
 _SUSPECT_SECONDS = 3.0  # seconds to wait for the warning that explains a worker's end
@@ -530,22 +528,18 @@ def _killing(nodes: Mapping[int, Node]) -> bool:
     return any(request.kill for request in _requests(nodes.values()))
 
 
-def grace_after(
-    end: Verdict, options: LaunchOptions, left: float, *, terminated: bool = False
-) -> float:
+def grace_after(end: Verdict, options: LaunchOptions, left: float) -> float:
     """Return the seconds between SIGTERM and SIGKILL at the end of a round.
 
     Args:
         end: the end of the round.
         options: the grace; None for 30 s after a failure, else 3 s.
         left: the seconds until the end of the job that a warning has announced.
-        terminated: whether a scheduler has sent SIGTERM, which SIGKILL follows.
     """
     if end.state is JobState.SUCCEEDED:
         return 0.0
     if end.failure is None:
-        grace = options.grace or GRACE
-        return min(grace, _KILL_WAIT) if terminated else grace
+        return options.grace or GRACE
     grace = options.grace or _FAILURE_GRACE
     if end.failure.kind is FailureKind.NODE_LOST:  # another part of the job may go on
         grace = min(grace, options.lease)
@@ -560,7 +554,7 @@ def _left(ledger: Ledger) -> float:
 def _stop_order(job: Job, ledger: Ledger, nodes: Mapping[int, Node]) -> Stop:
     request, ending = _cancel_request(nodes), ledger.ending
     end = cancellation(nodes) or ending
-    grace = grace_after(end, job.options, left=_left(ledger), terminated=request.terminated)
+    grace = grace_after(end, job.options, left=_left(ledger))
     interrupt = request.interrupt and ending.state is JobState.CANCELLED
     return Stop(
         0.0 if _killing(nodes) else grace,

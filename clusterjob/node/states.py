@@ -77,7 +77,6 @@ class Request:
     Attributes:
         cancel: why the job must end; empty without a request.
         interrupt: whether that was Ctrl-C: the workers then get SIGINT.
-        terminated: whether that was a SIGTERM of which the job's directory knows nothing.
         stacks: whether to save the stacks of the workers first.
         kill: whether to stop the workers without grace, after a second Ctrl-C.
         warning: why the scheduler takes the nodes soon; empty without a warning.
@@ -85,7 +84,6 @@ class Request:
 
     cancel: Text = ""
     interrupt: bool = False
-    terminated: bool = False
     stacks: bool = False
     kill: bool = False
     warning: Text = ""

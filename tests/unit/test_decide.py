@@ -306,11 +306,6 @@ def test_grace_is_bounded_by_what_the_scheduler_leaves(
     assert core.grace_after(end, options, left=left) == grace
 
 
-def test_grace_after_the_scheduler_sigterm_is_bounded_by_its_kill_wait() -> None:
-    options = LaunchOptions(Program("script", "t.py"), grace=60.0)
-    assert core.grace_after(CANCELLED, options, left=1e9, terminated=True) == 25.0
-
-
 # -- the preflight ---------------------------------------------------------------------------------
 
 SLOW = {1: "its GPU computes at 0.5 of the median"}

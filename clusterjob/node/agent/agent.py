@@ -436,9 +436,9 @@ class Agent:
             return
         if time.monotonic() > self._interrupted_at + _ONE_KEYSTROKE:
             self._report.ask(kill=True)
-        self._cancel(why, terminated=terminated, interrupt=number == signal.SIGINT)
+        self._cancel(why, stacks=terminated, interrupt=number == signal.SIGINT)
 
-    def _cancel(self, why: str, *, terminated: bool = False, interrupt: bool = False) -> None:
+    def _cancel(self, why: str, *, stacks: bool = False, interrupt: bool = False) -> None:
         if self._report.state.request.cancel:
             return
         if interrupt:
@@ -446,8 +446,7 @@ class Agent:
         self._report.ask(
             cancel="cancelled" if ends.cancelled(self._node.directory) else why[:300],
             interrupt=interrupt,
-            terminated=terminated,
-            stacks=ends.stacks_wanted(self._node.directory) or terminated,
+            stacks=ends.stacks_wanted(self._node.directory) or stacks,
         )
 
     # -- the preflight -----------------------------------------------------------------------------
