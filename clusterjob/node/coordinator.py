@@ -319,8 +319,6 @@ class Coordinator:
         elif isinstance(message, messages.CoordinatorLost):
             self._lose(peer, sanitize(message.why), by_agent=True)
         elif isinstance(message, NodeState):
-            if message.by_exec and not self._nodes[node].state.by_exec:
-                self._events.add("exec", node_rank=node, why=message.by_exec)
             self._nodes[node] = self._nodes[node].receive(message, time.monotonic())
         elif isinstance(message, messages.RankWaits):
             waits = waits_of(message, self._ledger.worlds.get(node))

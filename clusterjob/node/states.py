@@ -114,7 +114,6 @@ class NodeState:
         collected: whether the stacks of its workers have been sent.
         dumps: the dumps of torch's flight recorder of that moment, relative to the job directory.
         measured: how the measuring process has ended: "done", or why it failed; empty before.
-        by_exec: why the node starts its workers by exec; empty if it forks them.
         seen: the number of the newest round whose members the node knows, plus 1.
         request: what was asked of this node for the whole job.
     """
@@ -138,7 +137,6 @@ class NodeState:
     collected: bool = False
     dumps: Lines = ()
     measured: Text = ""
-    by_exec: Text = ""
     seen: Number = 0
     request: Request = Request()
 
