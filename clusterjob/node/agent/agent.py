@@ -104,7 +104,6 @@ class Agent:
             nnodes=node.topology.nnodes,
             nproc=nproc,
             address=address,
-            counted_by=node.identity.counted_by,
             endpoints=tuple(
                 network.with_port(host, holder.getsockname()[1]) for holder in self._held
             ),
