@@ -16,13 +16,11 @@ import math
 import os
 import statistics
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from datetime import timedelta
-from pathlib import Path
 from typing import Annotated, Any
 
 from clusterjob.node.system import codec, devices, processes
@@ -36,12 +34,11 @@ _MEASURE_SECONDS, _REDUCTIONS = 0.3, 8
 _ROUNDS = 5  # of pairs
 _MATRIX, _GPU_MATRIX = 768, 8192  # rows
 _COPIED, _GPU_COPIED = 64 << 20, 512 << 20  # bytes; larger than a usual cache
-_WRITTEN = 8 << 20  # bytes of a file
 _REDUCED, _GPU_REDUCED = 4 << 20, 64 << 20  # bytes of an all-reduce
 _MAX_TEXT, _MAX_NAME = 300, 80  # characters
 
 # In their order: nodes that are slower alone wait for each other in the last one.
-CPU, GPU, DISK, PAIR = PROBES = ("cpu", "gpu", "disk", "pair")
+CPU, GPU, PAIR = PROBES = ("cpu", "gpu", "pair")
 # The probe and the unit of each measure, in the order of the probe's amounts.
 MEASURES = {
     "matrix multiply": (CPU, "GFLOP/s"),
@@ -49,8 +46,6 @@ MEASURES = {
     "GPU matrix multiply": (GPU, "GFLOP/s"),
     "GPU memory": (GPU, "GB/s"),
     "all-reduce": (PAIR, "GB/s"),
-    "disk write": (DISK, "MB/s"),
-    "disk read": (DISK, "MB/s"),
 }
 
 
@@ -276,14 +271,13 @@ def _measure(store: Any, given: Mapping[str, Any], nodes: list[int]) -> None:
     """Measure this node some times, and put the best amounts into the store."""
     from torch.distributed import PrefixStore
 
-    node, directory = given["node"], Path(given["directory"])
-    until, best = time.monotonic() + _BEGIN_SECONDS, dict[str, tuple[float, str]]()
+    node, best = given["node"], dict[str, tuple[float, str]]()
+    until = time.monotonic() + _BEGIN_SECONDS
     for number in range(_TIMES if node in nodes else 0):
         group = PrefixStore(f"group{number}", store)
         probes: dict[str, Callable[[], list[list[float]]]] = {
             CPU: _cpu,
             GPU: _gpus,
-            DISK: functools.partial(_disk, directory),
             PAIR: functools.partial(_pairs, nodes, node, until, group),
         }
         for probe, do in probes.items():
@@ -370,30 +364,6 @@ def _compute(device: str, rows: int, dtype: Any, copied: int) -> list[float]:
 
     speed = _rate(2e-9 * rows**3, multiply, _MEASURE_SECONDS)
     return [speed, _rate(2e-9 * copied, copy, _MEASURE_SECONDS / 2)]
-
-
-def _disk(directory: Path) -> list[list[float]]:
-    """Return the MB/s of writing a file to the disk and of reading it again.
-
-    The file has no name, so nothing is left if this process is killed.
-    """
-    data = os.urandom(_WRITTEN)  # a disk may compress
-    with tempfile.TemporaryFile(dir=directory) as stream:  # its buffer writes all, or fails
-
-        def write() -> None:
-            stream.seek(0)
-            stream.write(data)
-            stream.flush()
-            os.fsync(stream.fileno())
-
-        def read() -> None:
-            # The kernel must forget what it has cached.
-            os.posix_fadvise(stream.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
-            stream.seek(0)
-            stream.read()
-
-        written = _rate(_WRITTEN / 1e6, write, _MEASURE_SECONDS)
-        return [[written, _rate(_WRITTEN / 1e6, read, _MEASURE_SECONDS / 2)]]
 
 
 def _pairs(nodes: Sequence[int], node: int, until: float, store: Any) -> list[list[float]]:

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from clusterjob.node import preflight
-from clusterjob.node.preflight import CPU, DISK, GPU, MEASURES, PAIR, Answer, HeatTable, is_slow
+from clusterjob.node.preflight import CPU, GPU, MEASURES, PAIR, Answer, HeatTable, is_slow
 from clusterjob.node.system import codec
 from clusterjob.node.system.codec import MalformedMessageError
 
@@ -115,11 +115,11 @@ def test_equal_hosts_are_not_named(nodes: int) -> None:
 
 
 def test_host_with_an_error_is_named_with_the_error() -> None:
-    text = compared(4, but(DISK, 1, "No space left\x1b[2J"))["slow"][1]
-    assert text.startswith("disk write 0.00 of the median (0 MB/s of ")
-    assert "No space left" in text
+    text = compared(4, but(CPU, 1, "out of memory\x1b[2J"))["slow"][1]
+    assert text.startswith("matrix multiply 0.00 of the median (0 GFLOP/s of ")
+    assert "out of memory" in text
     assert "\x1b" not in text
-    assert "also small: disk read" in text
+    assert "also small: memory" in text
 
 
 def test_note_is_shown_behind_the_amount() -> None:
@@ -168,7 +168,7 @@ class Store:
         return self.values[key]
 
 
-GIVEN = {"node": 0, "nodes": [0, 1, 2, 3], "start_seconds": 0.0, "directory": "/nowhere"}
+GIVEN = {"node": 0, "nodes": [0, 1, 2, 3], "start_seconds": 0.0}
 
 
 @pytest.fixture

@@ -460,7 +460,6 @@ class Agent:
             "node": topology.node_rank,
             "start_seconds": self._options.join_timeout,
             "listener": store.fileno() if store is not None else None,
-            "directory": os.fspath(directory),
             "parent": os.getpid(),
         }
         package = os.fspath(Path(preflight.__file__).parents[2])  # a directory, or the node zip
