@@ -227,8 +227,7 @@ class Ledger(Lasting):
         polled: when the nodes were asked for failures; None before.
         successes: how many ranks have ended with exit code 0, and when the last one did; infinity
             if the ranks that still run were named since.
-        counts: the ranks that have joined and formed a group, and whether others import torch, as
-            the last event says.
+        counts: the ranks that have joined and formed a group, as the last event says.
         counted: when it was added.
         alive: when a worker last gave a sign of life.
         sample: the number of the newest sample of stacks; 0 without one.
@@ -253,7 +252,7 @@ class Ledger(Lasting):
     answers: Mapping[int, Probed] = field(default_factory=dict)
     polled: float | None = None
     successes: tuple[int, float] = (0, 0.0)
-    counts: tuple[int, int, bool] = (0, 0, False)
+    counts: tuple[int, int] = (0, 0)
     counted: float = 0.0
     alive: float = 0.0
     sample: int = 0
@@ -985,9 +984,7 @@ class _Step:
             self.change(limit_runs=True)
         joined = sum(min(node.state.joined, node.nproc) for node in here)
         formed = sum(min(node.state.formed, node.state.joined, node.nproc) for node in here)
-        joined, formed = max(ledger.counts[0], joined), max(ledger.counts[1], formed)
-        importing = formed < ledger.world_size and any(node.state.importing for node in here)
-        counts = (joined, formed, importing)
+        counts = joined, formed = max(ledger.counts[0], joined), max(ledger.counts[1], formed)
         due = ledger.counted + _COUNT_SECONDS
         if counts == ledger.counts:
             return
@@ -1000,7 +997,6 @@ class _Step:
             restart=ledger.restarts,
             joined=joined,
             formed=formed,
-            importing=counts[2],
             world_size=ledger.world_size,
         )
 

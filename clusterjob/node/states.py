@@ -106,7 +106,6 @@ class NodeState:
         missing: a worker that waits for others; None without one.
         probed: the answer to the newest question about missing ranks; None without one.
         joined, formed: the number of ranks that have begun, and completed, a process group.
-        importing: whether a worker imports torch at this moment.
         quiet: seconds since the last sign of life of a worker, when the state was made: output, a
             heartbeat, or a sample of the stacks in which it has moved.
         step: the step of the last heartbeat; -1 without one.
@@ -130,7 +129,6 @@ class NodeState:
     probed: Probed | None = None
     joined: Number = 0
     formed: Number = 0
-    importing: bool = False
     quiet: float = 0.0
     step: Annotated[int, Limit(2**62, minimum=-1)] = -1
     sampled: Number = 0

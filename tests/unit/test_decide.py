@@ -1097,13 +1097,12 @@ def test_many_ranks_that_still_run_are_grouped_in_one_text() -> None:
 
 def test_counts_of_ranks_get_an_event_a_second_and_one_when_the_group_is_formed() -> None:
     cluster = running(16, 8)
-    for field in ("importing", "joined", "formed"):
+    for field in ("joined", "formed"):
         for number in cluster.nodes:
-            cluster.say(number, **{field: 8 if field != "importing" else True}, started=True)
+            cluster.say(number, **{field: 8}, started=True)
             cluster.decide(0.1)
     events = cluster.named("ranks")
     assert 3 <= len(events) <= 6
-    assert (events[0]["joined"], events[0]["importing"]) == (0, True)
     assert (events[-1]["joined"], events[-1]["formed"], cluster.due) == (128, 128, math.inf)
 
 
@@ -1386,10 +1385,7 @@ STATES = st.builds(
     request=st.just(Request())
     | st.builds(Request, cancel=st.sampled_from(["", "why\x1b[2J"]), kill=st.booleans())
     | st.just(Request(warning="why")),
-    **{
-        name: st.booleans()
-        for name in ("started", "ended", "idle", "reported", "importing", "collected")
-    },
+    **{name: st.booleans() for name in ("started", "ended", "idle", "reported", "collected")},
 )
 OPTIONS = [
     {},

@@ -73,7 +73,6 @@ FULL = NodeState(
     probed=Probed(Probe((1,)), ("rank 1: it sleeps",), (SHORT,)),
     joined=2,
     formed=1,
-    importing=True,
     quiet=4.5,
     step=10,
     sampled=6,

@@ -246,7 +246,6 @@ class NodeWorkers:
         self._ranks: dict[int, Phase] = {}  # the current phase by local rank
         # The local ranks that have begun a process group, and whether it is formed.
         self._formed: dict[int, bool] = {}
-        self._importing = set[int]()  # local ranks that import torch now
         self.flight_recorder = FlightRecorder(job_dir, node_rank, attempt)
         self.failures = Failures(
             node_rank,
@@ -287,7 +286,7 @@ class NodeWorkers:
         )
         self.timeline.follow(itertools.chain.from_iterable(pairs))
         self._status = WorkerStatus(self.failures, world)
-        self._ranks, self._formed, self._importing, self._waits = {}, {}, set(), {}
+        self._ranks, self._formed, self._waits = {}, {}, {}
         if self.forkserver.error:
             self.fail_node(self.forkserver.error)
             return
@@ -461,7 +460,6 @@ class NodeWorkers:
         ended = how(code, signal_name)
         status.ended |= dict.fromkeys(ranks, ended)
         for each in ranks:
-            self._importing.discard(each)
             self._begin_rank_phase(each, Phase.ENDED, detail=ended)
         if code != 0:
             failure = self.failures.of_worker(
@@ -510,7 +508,6 @@ class NodeWorkers:
         counts: dict[str, Any] = {
             "joined": len(self._formed),
             "formed": sum(self._formed.values()),
-            "importing": bool(self._importing),
         }
         if replace(self.report.state, **counts) != self.report.state:
             self.report.set(**counts)
@@ -521,10 +518,6 @@ class NodeWorkers:
         local_rank, status = message.local_rank, self._status
         if self._ranks.get(local_rank, Phase.ENDED) in _OVER:
             return
-        if message.phase == Phase.IMPORT:
-            self._importing.add(local_rank)
-            return
-        self._importing.discard(local_rank)
         if message.phase in _FROM_WORKER:
             missing = self.report.state.missing
             if missing is not None and missing.local_rank == local_rank:
