@@ -317,7 +317,7 @@ class Coordinator:
         elif isinstance(message, messages.ConnectionLost):
             self._lose(peer, sanitize(message.why), ended=message.ended)
         elif isinstance(message, messages.CoordinatorLost):
-            self._lose(peer, sanitize(message.why), by_agent=True)
+            self._lose(peer, f"it has lost the coordinator: {sanitize(message.why)}")
         elif isinstance(message, NodeState):
             self._nodes[node] = self._nodes[node].receive(message, time.monotonic())
         elif isinstance(message, messages.RankWaits):
@@ -348,9 +348,9 @@ class Coordinator:
         )
         self._send_succession([peer])
 
-    def _lose(self, peer: Peer, why: str, *, ended: bool = False, by_agent: bool = False) -> None:
+    def _lose(self, peer: Peer, why: str, *, ended: bool = False) -> None:
         if not peer.lost:
-            loss = Loss(why, time.monotonic(), ended=ended, by_agent=by_agent)
+            loss = Loss(why, time.monotonic(), ended=ended)
             self._nodes[peer.node_rank] = self._nodes[peer.node_rank].lose(loss)
             peer.lost = True
 

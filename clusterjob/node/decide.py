@@ -114,13 +114,11 @@ class Loss:
 
     Attributes:
         ended: whether its process has certainly ended.
-        by_agent: whether the agent has lost the coordinator, which still hears it.
     """
 
     why: str
     at: float
     ended: bool = False
-    by_agent: bool = False
 
 
 @dataclass(frozen=True)
@@ -624,12 +622,8 @@ class _Step:
     def loss_of(self, node: Node) -> Failure:
         """Return the failure of a lost node, or of the one that has made it seem lost."""
         loss, stalled, at_fault = node.losses[-1], self.view.stalled, node
-        text = f"the agent on {node.host} (pid {node.pid})"
-        if not loss.by_agent:
-            text += f" was lost: {loss.why}"
-        elif not stalled:
-            text += f" lost the coordinator, which still receives its messages: {loss.why}"
-        else:
+        text = f"the agent on {node.host} (pid {node.pid}) was lost: {loss.why}"
+        if stalled and not loss.ended:
             at_fault = self.view.nodes.get(self.job.own, node)
             text = (
                 f"the agent on {at_fault.host} (pid {at_fault.pid}) did not run for {stalled:.0f} s"

@@ -552,7 +552,7 @@ class Link:
         machine = self.coordinator.machine
         if machine.up and self.sim.reaches(self.agent.machine.number, machine.number):
             why = "it lost the coordinator" if by_agent else "its connection was closed"
-            self.coordinator.lose(self.agent, why, self, ended=not by_agent, by_agent=by_agent)
+            self.coordinator.lose(self.agent, why, self, ended=not by_agent)
 
     def _tell_agent(self) -> None:
         if self.agent.machine.up:
@@ -865,7 +865,6 @@ class Coordinator:
                 "its agent joins again",
                 self.links[number],
                 ended=not same,
-                by_agent=same,
             )
             return False
         self.nodes[number] = Node(
@@ -905,14 +904,13 @@ class Coordinator:
         link: Link,
         *,
         ended: bool = False,
-        by_agent: bool = False,
     ) -> None:
         number = agent.machine.number
         if self.dead or self.links.get(number) is not link:
             return
         node = self.nodes[number]
         if node.here:
-            self.nodes[number] = node.lose(Loss(why, self.sim.now, ended=ended, by_agent=by_agent))
+            self.nodes[number] = node.lose(Loss(why, self.sim.now, ended=ended))
             link.up = False
             self.plan(0.0)
 

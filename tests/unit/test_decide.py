@@ -855,7 +855,7 @@ def test_node_with_workers_takes_no_part_in_the_next_round() -> None:
 def test_coordinator_that_stood_still_blames_itself() -> None:
     cluster = running(2)
     cluster.view["stalled"] = 30.0
-    cluster.lose(1, "no message from it", by_agent=True)
+    cluster.lose(1, "it has lost the coordinator")
     cluster.decide()
     assert cluster.cause.node_rank == 0
     assert "did not run for 30 s" in cluster.cause.message
