@@ -205,7 +205,7 @@ class NodeWorkers:
     The phases of a rank that runs, in the node's file:
 
     - ``import`` from its start;
-    - ``running`` from its first line of output, or from its start if it is no Python program;
+    - ``running`` from the first line of output of the node, or from its start if it is no Python program;
     - ``rendezvous``, ``init``, again ``running`` when it forms its first process group
       (`torch_patches`); it may form more of them in a loop.
 
@@ -490,20 +490,12 @@ class NodeWorkers:
     def note_output(self, grown: Iterable[str]) -> None:
         """Record what the workers have written into these log files.
 
-        Ranks that write output before they join a process group run.
+        If one writes output before it joins a process group, the node's workers run.
         """
         self.report.note_alive(self.timeline.grown_at)
-        if Phase.IMPORT in self._ranks.values():
-            world = self._status.world
-            ranks = {
-                match["rank"] and int(match["rank"]) - world.first_rank  # torchrun's has no rank
-                for match in map(log_files.FILE_NAME.fullmatch, grown)
-                if match is not None
-                and match["stream"] == "out"
-                and int(match["restart"] or 0) == world.restart
-            }
+        if any(name.endswith(".out") for name in grown):
             for local_rank, phase in self._ranks.items():
-                if phase is Phase.IMPORT and (local_rank in ranks or None in ranks):
+                if phase is Phase.IMPORT:
                     self._begin_rank_phase(local_rank, Phase.RUNNING, detail="first output")
         counts: dict[str, Any] = {
             "joined": len(self._formed),
