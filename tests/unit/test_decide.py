@@ -1380,7 +1380,6 @@ STATES = st.builds(
     step=st.sampled_from([-1, 0, 2**62]),
     sampled=NUMBERS,
     measured=st.sampled_from(["", "done", "CUDA error"]),
-    by_exec=st.sampled_from(["", "why"]),
     seen=NUMBERS,
     request=st.just(Request())
     | st.builds(Request, cancel=st.sampled_from(["", "why\x1b[2J"]), kill=st.booleans())

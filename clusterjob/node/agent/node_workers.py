@@ -205,7 +205,8 @@ class NodeWorkers:
     The phases of a rank that runs, in the node's file:
 
     - ``import`` from its start;
-    - ``running`` from the first line of output of the node, or from its start if it is no Python program;
+    - ``running`` from the first line of output of the node, or from its start if it is no Python
+      program;
     - ``rendezvous``, ``init``, again ``running`` when it forms its first process group
       (`torch_patches`); it may form more of them in a loop.
 
