@@ -221,7 +221,6 @@ class Ledger(Lasting):
         began: when its workers were started.
         worlds: the place of each node; the caller adds the address of the store.
         running: whether the workers of all nodes have been started.
-        answers: the newest recorded answer of each node about missing ranks.
         polled: when the nodes were asked for failures; None before.
         successes: how many ranks have ended with exit code 0, and when the last one did; infinity
             if the ranks that still run were named since.
@@ -247,7 +246,6 @@ class Ledger(Lasting):
     began: float = 0.0
     worlds: Mapping[int, World] = field(default_factory=dict)
     running: bool = False
-    answers: Mapping[int, Probed] = field(default_factory=dict)
     polled: float | None = None
     successes: tuple[int, float] = (0, 0.0)
     counts: tuple[int, int] = (0, 0)
@@ -868,7 +866,6 @@ class _Step:
         nodes = [self.view.nodes[node] for node in ledger.nodes if node in self.view.nodes]
         here = [node for node in nodes if node.state.round == ledger.round]
         self._note_progress(here)
-        self._note_answers()
         failures, left, suspects_due = _failures(self.job, ledger, self.view, self.now)
         root, _ = root_cause.explain(failures, _early_exits(ledger, self.view))
         done = len(here) == len(ledger.nodes) and all(node.state.ended for node in here)
@@ -993,16 +990,6 @@ class _Step:
             formed=formed,
             world_size=ledger.world_size,
         )
-
-    def _note_answers(self) -> None:
-        """Record what nodes say about ranks for which others wait."""
-        ledger, nodes = self.ledger, self.view.nodes
-        questions = _questions(ledger, nodes)
-        for node_rank, probed in _answers(questions, ledger, nodes).items():
-            known = self.ledger.answers.get(node_rank)
-            if known is None or known.probe != probed.probe:
-                self.change(answers={**self.ledger.answers, node_rank: probed})
-                self.add("missing", node_rank=node_rank, workers=list(probed.lines))
 
     def _name_unfinished(self, here: Sequence[Node]) -> None:
         """Name the ranks that still run 10 s after the last of the others has succeeded."""

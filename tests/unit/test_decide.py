@@ -1007,7 +1007,6 @@ def test_nodes_of_missing_ranks_are_asked_and_the_answer_goes_to_who_waits() -> 
     cluster.decide()
     found = {node: order.found for node, order in cluster.orders().items()}
     assert found == {0: ("rank 5: it sleeps",), 1: (), 2: ()}
-    assert cluster.named("missing") == [{"node_rank": 2, "workers": ["rank 5: it sleeps"]}]
 
 
 def test_missing_rank_is_the_cause_when_those_that_waited_have_given_up() -> None:
