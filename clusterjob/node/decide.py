@@ -823,7 +823,7 @@ class _Step:
         here = tuple(sorted(node for node, each in nodes.items() if each.here))
         deadline = ledger.deadline
         if ledger.first_started is None and options.time_limit is not None:
-            deadline = self.now + options.join_timeout + options.time_limit
+            deadline = self.now + options.time_limit
         if end is not None:
             most = policy.most_restarts(options, self.job.nnodes)
             self.say(f"restart {number} of {most}: {end.reason}")
@@ -836,7 +836,6 @@ class _Step:
             rounds=ledger.rounds,
             first_started=ledger.first_started or self.view.time,
             deadline=deadline,
-            limit_runs=ledger.limit_runs,
             stage=Stage.RUN,
             since=self.now,
             losses=ledger.losses,
@@ -965,14 +964,11 @@ class _Step:
 
     def _note_progress(self, here: Sequence[Node]) -> None:
         """Record that all workers run, and how many ranks have formed the process group."""
-        ledger, options = self.ledger, self.job.options
+        ledger = self.ledger
         complete = len(here) == len(ledger.nodes) and all(node.state.started for node in here)
         if complete and not ledger.running:
             self.change(running=True, alive=self.now)
             self.add("running", restart=ledger.restarts)
-            if not ledger.limit_runs and options.time_limit is not None:
-                self.change(deadline=self.now + options.time_limit)
-            self.change(limit_runs=True)
         joined = sum(min(node.state.joined, node.nproc) for node in here)
         formed = sum(min(node.state.formed, node.state.joined, node.nproc) for node in here)
         counts = joined, formed = max(ledger.counts[0], joined), max(ledger.counts[1], formed)

@@ -118,7 +118,6 @@ class Lasting:
         first_started: when the first workers were started, RFC 3339.
         deadline: when the job must end, by the monotonic clock; infinity without a limit. In a
             message, the seconds that were left when it was made.
-        limit_runs: whether the workers of a round have all run, from when the limit counts.
     """
 
     round: Annotated[int, Limit((1 << 24) - 1, minimum=-1)] = -1
@@ -128,7 +127,6 @@ class Lasting:
     rounds: Annotated[tuple[RoundEnd, ...], Limit(256)] = ()
     first_started: Text | None = None
     deadline: float = math.inf
-    limit_runs: bool = False
 
 
 @dataclass(frozen=True)
