@@ -170,15 +170,12 @@ class Search:
 
     def _error(self) -> str:
         """Return why no coordinator was found until now."""
-        by_error: dict[str, list[str]] = {}
-        for port, why in (self.errors or {self.node.identity.ports[0]: _NO_ANSWER}).items():
-            by_error.setdefault(why, []).append(str(port))
-        tried = "; ".join(
-            f"{why} (port{'s' * (len(ports) > 1)} {', '.join(ports)})"
-            for why, ports in by_error.items()
+        topology, whys = self.node.topology, dict.fromkeys(self.errors.values())
+        ports = ", ".join(map(str, self.node.identity.ports))
+        return (
+            f"node {topology.node_rank} cannot reach node 0 at {topology.master_addr}:"
+            f" {'; '.join(whys) or _NO_ANSWER} (port {ports})"
         )
-        topology = self.node.topology
-        return f"node {topology.node_rank} cannot reach node 0 at {topology.master_addr}: {tried}"
 
     async def _join_at(self, host: str) -> Channel | None:
         """Try all addresses and ports of a host in turn; return None if its name never resolves.
