@@ -343,7 +343,6 @@ class Coordinator:
             nproc=hello.nproc,
             joined_at=moment,
             heard_at=moment,
-            state=NodeState(seen=hello.rounds),
             losses=before.losses if before is not None else (),
         )
         self._send_succession([peer])

@@ -99,7 +99,6 @@ class Agent:
             nnodes=node.topology.nnodes,
             nproc=nproc,
             address=this_node.own_address(node.topology),
-            rounds=self._report.state.seen,
             key=node.identity.key,
         )
         self._workers = NodeWorkers(node, forkserver, self._report, self._send)
@@ -281,7 +280,6 @@ class Agent:
         self._parent.keep(successors=addresses, rounds=seen)
         if seen != self._report.state.seen:
             self._deadline, self._alone = None, 0  # the search was successful
-            self._hello = replace(self._hello, rounds=seen)
             self._report.set(seen=seen)
 
     async def _coordinate(self, earlier: Earlier | None) -> None:

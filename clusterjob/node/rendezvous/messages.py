@@ -38,7 +38,6 @@ class Hello:
     Attributes:
         node_rank: the number of its node.
         address: the address at which the other nodes reach it.
-        rounds: the number of the newest round that the node has seen, plus 1; 0 without one.
         key: drawn by the node; to join again it needs the same one.
     """
 
@@ -49,7 +48,6 @@ class Hello:
     nnodes: Number
     nproc: Annotated[int, Limit(MAX_WORKERS, minimum=1)]
     address: Text = ""
-    rounds: Number = 0
     key: Text = ""
 
 
