@@ -359,9 +359,6 @@ class Coordinator:
         """Write the stacks of a round that is stopped; return the path, empty without a file."""
         job, why, nodes = self._identity, ledger.ending.reason, view.nodes
         asked = [nodes[node] for node in sorted(ledger.collect_from)]
-        living = sum(1 for node in ledger.nodes if not nodes[node].state.ended)
-        if len(asked) < living:
-            why += f" (stacks of {len(asked)} of {living} nodes)"
         name = f"stacks{log_files.round_suffix(job.attempt, ledger.round)}.txt"
         path = log_files.node_directory(self._job_dir, self._job.own) / name
         silent = [each for each in asked if not each.state.collected]
