@@ -72,7 +72,6 @@ _NO_ANSWER = "does not answer the stop order"
 _NOT_STARTED = "before its workers had started"
 _PREFLIGHT_SECONDS = 30.0  # the longest preflight, after the start of its processes
 MEASURED = "done"
-_COUNT_SECONDS = 1.0  # seconds between two events that count ranks, but for the last one
 
 
 _NEW_STATE = NodeState()
@@ -225,7 +224,6 @@ class Ledger(Lasting):
         successes: how many ranks have ended with exit code 0, and when the last one did; infinity
             if the ranks that still run were named since.
         counts: the ranks that have joined and formed a group, as the last event says.
-        counted: when it was added.
         alive: when a worker last gave a sign of life.
         sample: the number of the newest sample of stacks; 0 without one.
         sampled: when it was ordered.
@@ -249,7 +247,6 @@ class Ledger(Lasting):
     polled: float | None = None
     successes: tuple[int, float] = (0, 0.0)
     counts: tuple[int, int] = (0, 0)
-    counted: float = 0.0
     alive: float = 0.0
     sample: int = 0
     sampled: float = 0.0
@@ -972,13 +969,9 @@ class _Step:
         joined = sum(min(node.state.joined, node.nproc) for node in here)
         formed = sum(min(node.state.formed, node.state.joined, node.nproc) for node in here)
         counts = joined, formed = max(ledger.counts[0], joined), max(ledger.counts[1], formed)
-        due = ledger.counted + _COUNT_SECONDS
         if counts == ledger.counts:
             return
-        if self.now < due and formed < ledger.world_size:
-            self.wake(due)
-            return
-        self.change(counts=counts, counted=self.now)
+        self.change(counts=counts)
         self.add(
             "ranks",
             restart=ledger.restarts,

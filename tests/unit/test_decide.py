@@ -1090,17 +1090,6 @@ def test_many_ranks_that_still_run_are_grouped_in_one_text() -> None:
     assert len(cluster.named("unfinished")) == 2, "another rank has ended"
 
 
-def test_counts_of_ranks_get_an_event_a_second_and_one_when_the_group_is_formed() -> None:
-    cluster = running(16, 8)
-    for field in ("joined", "formed"):
-        for number in cluster.nodes:
-            cluster.say(number, **{field: 8}, started=True)
-            cluster.decide(0.1)
-    events = cluster.named("ranks")
-    assert 3 <= len(events) <= 6
-    assert (events[-1]["joined"], events[-1]["formed"], cluster.due) == (128, 128, math.inf)
-
-
 def test_counts_never_fall() -> None:
     cluster = running(4, 8)
     for joined in (8, 0, 8):
