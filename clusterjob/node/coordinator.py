@@ -474,7 +474,6 @@ class Coordinator:
         verdict = replace(verdict, in_code=ends.files_in_code())
         if verdict.state is JobState.SUCCEEDED and (full := files.why_full(self._job_dir)):
             verdict = replace(verdict, reason=f"{full}, so output may be missing")
-        succession.remove_state(self._job_dir)
         try:
             ends.write_result(self._job_dir, verdict)
         except OSError as error:

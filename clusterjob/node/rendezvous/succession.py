@@ -8,7 +8,6 @@ round only if no other part of the job can (`may_go_on`).
 
 from __future__ import annotations
 
-import contextlib
 import time
 from collections.abc import Iterable, Mapping, Set
 from dataclasses import dataclass, replace
@@ -32,12 +31,6 @@ def write_state(job_dir: Path, state: CoordinatorState) -> None:
         OSError: the disk is full, for example; the state of an earlier round is left.
     """
     files.write_json(job_dir / COORDINATOR, _STATE.encode(state))
-
-
-def remove_state(job_dir: Path) -> None:
-    """Remove the state of a job that has ended."""
-    with contextlib.suppress(OSError):
-        (job_dir / COORDINATOR).unlink(missing_ok=True)
 
 
 # Platforms on which every node of the job can be reached under the address that it has.
