@@ -316,8 +316,6 @@ class Coordinator:
             self._join(peer)
         elif isinstance(message, messages.ConnectionLost):
             self._lose(peer, sanitize(message.why), ended=message.ended)
-        elif isinstance(message, messages.CoordinatorLost):
-            self._lose(peer, f"it has lost the coordinator: {sanitize(message.why)}")
         elif isinstance(message, NodeState):
             self._nodes[node] = self._nodes[node].receive(message, time.monotonic())
         elif isinstance(message, messages.RankWaits):

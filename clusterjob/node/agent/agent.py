@@ -198,7 +198,7 @@ class Agent:
     async def _on_coordinator_lost(self, lost: ConnectionLost) -> Verdict | None:
         """Stop the workers, and go on with the next coordinator; else return the verdict."""
         # The coordinator may still receive messages of this node.
-        self._send(messages.CoordinatorLost(lost.why))
+        self._send(ConnectionLost(f"it has lost the coordinator: {lost.why}"))
         self._workers.stop(Stop(0.0, signal.SIGKILL))
         if self._link is not None:
             link, self._link = self._link, None

@@ -52,10 +52,17 @@ class Hello:
 
 
 @dataclass(frozen=True)
-class CoordinatorLost:
-    """The agent has lost the coordinator and stops its workers."""
+class ConnectionLost:
+    """The connection to the coordinator has ended or is silent, and the agent stops its workers.
+
+    Inside a process, it also tells of the connection to an agent.
+
+    Attributes:
+        ended: whether the other process has certainly ended its part.
+    """
 
     why: str
+    ended: bool = False
 
 
 @dataclass(frozen=True)
@@ -173,26 +180,11 @@ class End:
     verdict: Verdict
 
 
-# -- inside one process, never on the wire -------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class ConnectionLost:
-    """The connection to an agent, or to the coordinator, has ended or is silent.
-
-    Attributes:
-        ended: whether the other process has certainly ended its part.
-    """
-
-    why: str
-    ended: bool = False
-
-
 FROM_AGENT = Codec(
     NodeState,
     Hello,
     Heartbeat,
-    CoordinatorLost,
+    ConnectionLost,
     RankWaits,
     StackFound,
 )
