@@ -113,9 +113,6 @@ def progress(job_dir: Path) -> Progress:
             notice = _slow_hosts(event) or notice
         elif kind == "restart":
             restart_reason = str(event.get("why", ""))[:_MAX_DETAIL]
-        elif kind == "exec":
-            # Before or after the start.
-            waiting = notice = str(event.get("why", ""))[:_MAX_DETAIL]
     if not agents_started:
         waiting = _preparing(job_dir)
         phase = JobProgress(JobPhase.SETUP, detail=waiting) if waiting else None
@@ -152,7 +149,6 @@ class _Phases:
         self._nodes = 0
         self._world_size = 0
         self._few_nodes = ""
-        self._importing = False  # whether a rank imports torch
         self._began: float | None = None
 
     def found(self) -> dict[str, Any]:
@@ -179,7 +175,7 @@ class _Phases:
             if self.progress is not None and self.progress.phase is JobPhase.NODES:
                 self.progress = JobProgress(JobPhase.NODES, len(self._joined), self._nodes)
         elif kind == "started":
-            self._world_size, self._importing = _count(event, "world_size"), False
+            self._world_size = _count(event, "world_size")
             self._few_nodes = _few_nodes(event)
             phase = JobPhase.IMPORT if event.get("preload") is True else JobPhase.START
             self.progress = JobProgress(phase, 0, self._world_size)
@@ -187,7 +183,6 @@ class _Phases:
             self._start()
         elif kind == "ranks":
             joined, formed = _count(event, "joined"), _count(event, "formed")
-            self._importing = event.get("importing") is True  # without a fork, each rank does
             if self._world_size and formed >= self._world_size:
                 self.progress = JobProgress(
                     JobPhase.RUNNING, formed, self._world_size, detail=self._few_nodes
@@ -205,8 +200,7 @@ class _Phases:
 
     def _start(self) -> None:
         if self.progress is None or self.progress.phase in (JobPhase.IMPORT, JobPhase.START):
-            phase = JobPhase.IMPORT if self._importing else JobPhase.START
-            self.progress = JobProgress(phase, 0, self._world_size, detail=self._few_nodes)
+            self.progress = JobProgress(JobPhase.START, 0, self._world_size, detail=self._few_nodes)
 
 
 def _few_nodes(event: Mapping[str, Any]) -> str:

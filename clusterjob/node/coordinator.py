@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
-import shutil
 import socket
 import time
 from collections.abc import Callable, Iterable, Mapping
@@ -16,7 +15,7 @@ from clusterjob.errors import RendezvousError
 from clusterjob.node import decide as core
 from clusterjob.node.contract import World
 from clusterjob.node.decide import Decision, Job, Ledger, Loss, Node, Stage, View
-from clusterjob.node.environments import slurm_env, this_node, worker_variables
+from clusterjob.node.environments import slurm_env, this_node
 from clusterjob.node.environments.topology import Topology, candidate_ports
 from clusterjob.node.logs import ends, log_files
 from clusterjob.node.logs.events import EventLog, ended_rounds, now
@@ -32,7 +31,7 @@ from clusterjob.node.stacks.grouping import RankStack
 from clusterjob.node.states import Measure, NodeState
 from clusterjob.node.system import files, network, processes
 from clusterjob.node.system.sanitize import sanitize
-from clusterjob.node.verdict import PREEMPTED_EXIT_CODE, Failure, JobState, Verdict, bounded
+from clusterjob.node.verdict import Failure, JobState, Verdict, bounded
 
 if TYPE_CHECKING:
     from clusterjob.node.notifications import Notifier
@@ -98,7 +97,6 @@ class Coordinator:
             attempt=identity.attempt,
             serves_store=options.launcher == "agent" and identity.has_torch,
             moves=succession.may_move(node),
-            asks_slurm=topology.source == slurm_env.SOURCE and bool(shutil.which("scontrol")),
         )
         self._nodes: dict[int, Node] = {}
         self._ledger = Ledger(since=time.monotonic())
@@ -106,7 +104,6 @@ class Coordinator:
         self._stacks: dict[int, RankStack] = {}  # that were collected in the newest round, by rank
         self._stragglers: StragglerWatch | None = None
         self._saving: asyncio.Future[str] | None = None  # of these stacks: the path of the file
-        self._slurm_up: bool | None = None
         self._kept: tuple[Any, ...] = ()  # what the successors know
         self._began = time.monotonic()
         self._begun = policy.begin_attempt(options, self._job_dir, identity.attempt)
@@ -164,7 +161,7 @@ class Coordinator:
         lost = Failure.of_node(state.node, state.host, message=earlier_.why)
         deadline = earlier_.received_at + state.lasting.deadline
         lasting = replace(state.lasting, deadline=deadline)
-        self._ledger = core.take_over(self._job, lasting, lost, moment, earlier_.gone)
+        self._ledger = core.take_over(self._job, lasting, lost, moment)
 
     async def _step(self) -> None:
         """Wait for a change or for the time of the next decision; decide."""
@@ -186,11 +183,7 @@ class Coordinator:
         # With thousands of nodes, decisions take at most a fifth of the time, unless a stop waits.
         pause = 1 if self._ledger.stage is Stage.COLLECT else 5
         self._earliest = moment + pause * (time.monotonic() - moment)
-        if decision.asks_slurm:
-            host = this_node.node_name()
-            self._slurm_up = await asyncio.to_thread(succession.slurm_says_down, host) is False
-            self._due = 0.0
-        elif self._ledger.stage is Stage.RESIGN:
+        if self._ledger.stage is Stage.RESIGN:
             raise MinorityError("the other nodes may still run without this one")
 
     def _view(self) -> View:
@@ -209,7 +202,6 @@ class Coordinator:
             time=now(),
             refused=refused,
             ended=ended,
-            slurm_up=self._slurm_up,
             stalled=self.membership.stalls.recent(self._job.options.lease),
             stacks=[self._stacks[rank] for rank in sorted(self._stacks)],
             slow={int(node): why for node, why in self.measured.get("slow", {}).items()},
@@ -273,7 +265,6 @@ class Coordinator:
             ledger.worlds, peers, self._topology, store_at, job=self._identity
         )
         self._ledger = replace(ledger, worlds=worlds)
-        self._slurm_up = None
         self._stacks, self._saving = {}, None
         self._stragglers = StragglerWatch(
             ledger.round, len(ledger.nodes), ledger.world_size, self._events
@@ -325,11 +316,7 @@ class Coordinator:
             self._join(peer)
         elif isinstance(message, messages.ConnectionLost):
             self._lose(peer, sanitize(message.why), ended=message.ended)
-        elif isinstance(message, messages.CoordinatorLost):
-            self._lose(peer, sanitize(message.why), by_agent=True)
         elif isinstance(message, NodeState):
-            if message.by_exec and not self._nodes[node].state.by_exec:
-                self._events.add("exec", node_rank=node, why=message.by_exec)
             self._nodes[node] = self._nodes[node].receive(message, time.monotonic())
         elif isinstance(message, messages.RankWaits):
             waits = waits_of(message, self._ledger.worlds.get(node))
@@ -354,14 +341,13 @@ class Coordinator:
             nproc=hello.nproc,
             joined_at=moment,
             heard_at=moment,
-            state=NodeState(seen=hello.rounds),
             losses=before.losses if before is not None else (),
         )
         self._send_succession([peer])
 
-    def _lose(self, peer: Peer, why: str, *, ended: bool = False, by_agent: bool = False) -> None:
+    def _lose(self, peer: Peer, why: str, *, ended: bool = False) -> None:
         if not peer.lost:
-            loss = Loss(why, time.monotonic(), ended=ended, by_agent=by_agent)
+            loss = Loss(why, time.monotonic(), ended=ended)
             self._nodes[peer.node_rank] = self._nodes[peer.node_rank].lose(loss)
             peer.lost = True
 
@@ -371,9 +357,6 @@ class Coordinator:
         """Write the stacks of a round that is stopped; return the path, empty without a file."""
         job, why, nodes = self._identity, ledger.ending.reason, view.nodes
         asked = [nodes[node] for node in sorted(ledger.collect_from)]
-        living = sum(1 for node in ledger.nodes if not nodes[node].state.ended)
-        if len(asked) < living:
-            why += f" (stacks of {len(asked)} of {living} nodes)"
         name = f"stacks{log_files.round_suffix(job.attempt, ledger.round)}.txt"
         path = log_files.node_directory(self._job_dir, self._job.own) / name
         silent = [each for each in asked if not each.state.collected]
@@ -414,7 +397,7 @@ class Coordinator:
             node=self._job.own,
             host=this_node.node_name(),
             moves=self._moves,
-            process=processes.identity(os.getppid()),
+            boot=processes.boot_id(),
             clock=moment + self._shift,
             made_at=moment,
         )
@@ -466,18 +449,6 @@ class Coordinator:
 
     def _record_verdict(self, verdict: Verdict) -> Verdict:
         ledger = self._ledger
-        if factor := policy.more_memory(verdict, self._job.options, ledger.rounds):
-            reason = f"{verdict.reason}; queued again with {factor:g} times the memory"
-            again: dict[str, Any] = {
-                "state": JobState.PREEMPTED,
-                "exit_code": PREEMPTED_EXIT_CODE,
-            }
-            try:
-                ends.want_memory(self._job_dir, self._identity.attempt, factor)
-            except OSError as error:
-                reason = f"{verdict.reason} (not queued again: {error.strerror})"
-                again = {}
-            verdict = replace(verdict, reason=reason, **again)
         verdict = policy.end_attempt(
             self._job.options,
             self._job_dir,
@@ -489,7 +460,6 @@ class Coordinator:
         verdict = replace(verdict, in_code=ends.files_in_code())
         if verdict.state is JobState.SUCCEEDED and (full := files.why_full(self._job_dir)):
             verdict = replace(verdict, reason=f"{full}, so output may be missing")
-        succession.remove_state(self._job_dir)
         try:
             ends.write_result(self._job_dir, verdict)
         except OSError as error:
@@ -560,24 +530,10 @@ def with_store(
     else:  # a worker binds the port later, so it must not be ephemeral
         address = store_at if first.node_rank == topology.node_rank else first.address
         port = candidate_ports(f"{job.job_id}\0{round_.restart}", job.attempt)[0]
-    # One endpoint per worker. A node holds one more, which rank 0 binds for its framework.
-    held = all(len(peer.endpoints) > peer.nproc for peer in working)
-    of_all = [each for peer in working for each in peer.endpoints[: peer.nproc]]
-    endpoints = worker_variables.endpoint_list(of_all) if held else ""
     common: dict[str, Any] = {
         "master_addr": address,
         "master_port": port,
-        "endpoints_master": first.endpoints[-1] if held else "",
         "tasks_per_node": slurm_env.tasks_per_node([peer.nproc for peer in working]),
         "step_nodes": slurm_env.nodes_of_round([peer.host for peer in working], os.environ),
     }
-    found = {
-        node: replace(
-            world,
-            **common,
-            endpoints=endpoints if peers[node].wants_endpoints else "",
-            own_endpoints=",".join(peers[node].endpoints[: world.nproc]),
-        )
-        for node, world in worlds.items()
-    }
-    return found, store
+    return {node: replace(world, **common) for node, world in worlds.items()}, store

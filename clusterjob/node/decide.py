@@ -61,8 +61,6 @@ MOST_NODES = 128  # to ask for stacks after a failure: the stop must not wait fo
 _COLLECT_SECONDS = 1.9  # seconds for all nodes to send their stacks
 # Seconds between SIGTERM and SIGKILL after a failure, as torchrun: for workers whose handler saves.
 _FAILURE_GRACE = 30.0
-# The longest grace after a scheduler's SIGTERM: Slurm's default KillWait of 30 s, without 5 s.
-_KILL_WAIT = 25.0
 _LEAST_GRACE = 0.5  # seconds, if a warning has left less
 _STOP_SECONDS = 5.0  # seconds for a node to end its workers, after the grace
 _SUSPECT_SECONDS = 3.0  # seconds to wait for the warning that explains a worker's end
@@ -74,7 +72,6 @@ _NO_ANSWER = "does not answer the stop order"
 _NOT_STARTED = "before its workers had started"
 _PREFLIGHT_SECONDS = 30.0  # the longest preflight, after the start of its processes
 MEASURED = "done"
-_COUNT_SECONDS = 1.0  # seconds between two events that count ranks, but for the last one
 
 
 _NEW_STATE = NodeState()
@@ -100,7 +97,6 @@ class Job:
         own: the coordinator's node.
         serves_store: whether that node serves torch's store, with or without workers.
         moves: whether another node may become the coordinator.
-        asks_slurm: whether Slurm tells the other half of a split job that this node is down.
     """
 
     options: LaunchOptions
@@ -109,7 +105,6 @@ class Job:
     attempt: int = 0
     serves_store: bool = True
     moves: bool = False
-    asks_slurm: bool = False
 
 
 @dataclass(frozen=True)
@@ -118,13 +113,11 @@ class Loss:
 
     Attributes:
         ended: whether its process has certainly ended.
-        by_agent: whether the agent has lost the coordinator, which still hears it.
     """
 
     why: str
     at: float
     ended: bool = False
-    by_agent: bool = False
 
 
 @dataclass(frozen=True)
@@ -178,7 +171,6 @@ class View:
         time: the time for records, RFC 3339.
         refused: a node that may not join, or cannot start, as a failure.
         ended: the nodes whose end is recorded in the job's directory.
-        slurm_up: whether Slurm says that the coordinator's node is up; None if it was not asked.
         stalled: seconds for which the coordinator's process did not run lately.
         stacks: the stacks that were collected in this round.
         slow: the nodes that the preflight has found to be slow, and why.
@@ -188,7 +180,6 @@ class View:
     time: str = ""
     refused: Failure | None = None
     ended: frozenset[int] = frozenset()
-    slurm_up: bool | None = None
     stalled: float = 0.0
     stacks: Sequence[RankStack] = ()
     slow: Mapping[int, str] = field(default_factory=dict)
@@ -214,7 +205,6 @@ class Ledger(Lasting):
 
     Attributes:
         since: when the stage began, or will after a pause.
-        gone: nodes that have certainly ended, as the agents of an earlier coordinator know.
         took_over: whether no round has begun since the coordinator moved.
         losses: how many losses of each node are recorded.
         started: when the newest workers were started, RFC 3339.
@@ -230,13 +220,10 @@ class Ledger(Lasting):
         began: when its workers were started.
         worlds: the place of each node; the caller adds the address of the store.
         running: whether the workers of all nodes have been started.
-        answers: the newest recorded answer of each node about missing ranks.
         polled: when the nodes were asked for failures; None before.
         successes: how many ranks have ended with exit code 0, and when the last one did; infinity
             if the ranks that still run were named since.
-        counts: the ranks that have joined and formed a group, and whether others import torch, as
-            the last event says.
-        counted: when it was added.
+        counts: the ranks that have joined and formed a group, as the last event says.
         alive: when a worker last gave a sign of life.
         sample: the number of the newest sample of stacks; 0 without one.
         sampled: when it was ordered.
@@ -246,7 +233,6 @@ class Ledger(Lasting):
 
     stage: Stage = Stage.WAIT
     since: float = 0.0
-    gone: frozenset[int] = frozenset()
     took_over: bool = False
     losses: Mapping[int, int] = field(default_factory=dict)
     started: str | None = None
@@ -258,11 +244,9 @@ class Ledger(Lasting):
     began: float = 0.0
     worlds: Mapping[int, World] = field(default_factory=dict)
     running: bool = False
-    answers: Mapping[int, Probed] = field(default_factory=dict)
     polled: float | None = None
     successes: tuple[int, float] = (0, 0.0)
-    counts: tuple[int, int, bool] = (0, 0, False)
-    counted: float = 0.0
+    counts: tuple[int, int] = (0, 0)
     alive: float = 0.0
     sample: int = 0
     sampled: float = 0.0
@@ -304,7 +288,6 @@ class Decision:
         due: when to call `decide` again, if nothing changes before.
         events: the events to record: the name, and the fields of each.
         lines: lines for the user.
-        asks_slurm: whether the next view must have Slurm's answer.
         dropped: nodes that count as lost from now on, and why; the caller closes their connections.
     """
 
@@ -312,7 +295,6 @@ class Decision:
     due: float = math.inf
     events: list[tuple[str, dict[str, Any]]] = field(default_factory=list)
     lines: list[str] = field(default_factory=list)
-    asks_slurm: bool = False
     dropped: dict[int, str] = field(default_factory=dict)
 
 
@@ -356,9 +338,7 @@ def choose(
     return [node for node in (*places, *others) if node is not None][:wanted]
 
 
-def take_over(
-    job: Job, lasting: Lasting, lost: Failure, now: float, gone: frozenset[int] = frozenset()
-) -> Ledger:
+def take_over(job: Job, lasting: Lasting, lost: Failure, now: float) -> Ledger:
     """Return the ledger of another coordinator that goes on with the job: its round has ended.
 
     Args:
@@ -366,13 +346,11 @@ def take_over(
         lasting: what the coordinator before remembered, with times of this machine's clock.
         lost: how that one was lost.
         now: the time.
-        gone: nodes that have certainly ended.
     """
     ledger = Ledger(
         **vars(lasting),
         stage=Stage.STOP,
         since=now,
-        gone=gone,
         took_over=True,
         started=lasting.first_started,
         end=Verdict.of_failure(lost),
@@ -542,22 +520,18 @@ def _killing(nodes: Mapping[int, Node]) -> bool:
     return any(request.kill for request in _requests(nodes.values()))
 
 
-def grace_after(
-    end: Verdict, options: LaunchOptions, left: float, *, terminated: bool = False
-) -> float:
+def grace_after(end: Verdict, options: LaunchOptions, left: float) -> float:
     """Return the seconds between SIGTERM and SIGKILL at the end of a round.
 
     Args:
         end: the end of the round.
         options: the grace; None for 30 s after a failure, else 3 s.
         left: the seconds until the end of the job that a warning has announced.
-        terminated: whether a scheduler has sent SIGTERM, which SIGKILL follows.
     """
     if end.state is JobState.SUCCEEDED:
         return 0.0
     if end.failure is None:
-        grace = options.grace or GRACE
-        return min(grace, _KILL_WAIT) if terminated else grace
+        return options.grace or GRACE
     grace = options.grace or _FAILURE_GRACE
     if end.failure.kind is FailureKind.NODE_LOST:  # another part of the job may go on
         grace = min(grace, options.lease)
@@ -572,7 +546,7 @@ def _left(ledger: Ledger) -> float:
 def _stop_order(job: Job, ledger: Ledger, nodes: Mapping[int, Node]) -> Stop:
     request, ending = _cancel_request(nodes), ledger.ending
     end = cancellation(nodes) or ending
-    grace = grace_after(end, job.options, left=_left(ledger), terminated=request.terminated)
+    grace = grace_after(end, job.options, left=_left(ledger))
     interrupt = request.interrupt and ending.state is JobState.CANCELLED
     return Stop(
         0.0 if _killing(nodes) else grace,
@@ -643,12 +617,8 @@ class _Step:
     def loss_of(self, node: Node) -> Failure:
         """Return the failure of a lost node, or of the one that has made it seem lost."""
         loss, stalled, at_fault = node.losses[-1], self.view.stalled, node
-        text = f"the agent on {node.host} (pid {node.pid})"
-        if not loss.by_agent:
-            text += f" was lost: {loss.why}"
-        elif not stalled:
-            text += f" lost the coordinator, which still receives its messages: {loss.why}"
-        else:
+        text = f"the agent on {node.host} (pid {node.pid}) was lost: {loss.why}"
+        if stalled and not loss.ended:
             at_fault = self.view.nodes.get(self.job.own, node)
             text = (
                 f"the agent on {at_fault.host} (pid {at_fault.pid}) did not run for {stalled:.0f} s"
@@ -699,12 +669,7 @@ class _Step:
 
     def has_majority(self) -> bool:
         """Return whether no other part of a split job can go on."""
-        return not self.job.moves or may_go_on(self.ledger.groups, self.present(), self.ledger.gone)
-
-    def is_tied(self) -> bool:
-        """Return whether only the coordinator makes this half of the job the larger one."""
-        tied = [replace(group, coordinator=-1) for group in self.ledger.groups]
-        return not may_go_on(tied, self.present(), self.ledger.gone)
+        return not self.job.moves or may_go_on(self.ledger.groups, self.present())
 
     def may_train(self) -> float:
         """Return until when workers of the newest round may run on nodes that are not here."""
@@ -735,7 +700,7 @@ class _Step:
             self.finish(self.preempted(_NOT_STARTED))
             return
         if over and now >= ledger.since and now >= self.may_train():
-            self._start_if_alone()
+            self._begin_or_measure()
             return
         few = len(self.chosen()) < self.least
         alone = not self.has_majority() or (ledger.took_over and few)
@@ -744,19 +709,12 @@ class _Step:
         elif not over:
             self._look_for_missing(first=first)
 
-    def _start_if_alone(self) -> None:
-        """Begin a round, unless Slurm may let the other half of a split job begin one."""
+    def _begin_or_measure(self) -> None:
         if self.job.options.preflight != "off" and self.ledger.round < 0:
             self._measure()
             if self.ledger.slow is None or self.ledger.stage is Stage.END:
                 return
-        tied = self.job.moves and self.job.asks_slurm and self.is_tied()
-        if tied and self.view.slurm_up is None:
-            self.decision.asks_slurm = True
-        elif tied and not self.view.slurm_up:
-            self.go(Stage.RESIGN)
-        else:
-            self.begin()
+        self.begin()
 
     def _measure(self) -> None:
         """Let all nodes measure; leave slow ones out, if there are enough others."""
@@ -862,7 +820,7 @@ class _Step:
         here = tuple(sorted(node for node, each in nodes.items() if each.here))
         deadline = ledger.deadline
         if ledger.first_started is None and options.time_limit is not None:
-            deadline = self.now + options.join_timeout + options.time_limit
+            deadline = self.now + options.time_limit
         if end is not None:
             most = policy.most_restarts(options, self.job.nnodes)
             self.say(f"restart {number} of {most}: {end.reason}")
@@ -875,10 +833,8 @@ class _Step:
             rounds=ledger.rounds,
             first_started=ledger.first_started or self.view.time,
             deadline=deadline,
-            limit_runs=ledger.limit_runs,
             stage=Stage.RUN,
             since=self.now,
-            gone=ledger.gone.difference(here),  # until all know of this round
             losses=ledger.losses,
             started=self.view.time,
             warned=ledger.warned,
@@ -906,7 +862,6 @@ class _Step:
         nodes = [self.view.nodes[node] for node in ledger.nodes if node in self.view.nodes]
         here = [node for node in nodes if node.state.round == ledger.round]
         self._note_progress(here)
-        self._note_answers()
         failures, left, suspects_due = _failures(self.job, ledger, self.view, self.now)
         root, _ = root_cause.explain(failures, _early_exits(ledger, self.view))
         done = len(here) == len(ledger.nodes) and all(node.state.ended for node in here)
@@ -1006,44 +961,24 @@ class _Step:
 
     def _note_progress(self, here: Sequence[Node]) -> None:
         """Record that all workers run, and how many ranks have formed the process group."""
-        ledger, options = self.ledger, self.job.options
+        ledger = self.ledger
         complete = len(here) == len(ledger.nodes) and all(node.state.started for node in here)
         if complete and not ledger.running:
             self.change(running=True, alive=self.now)
             self.add("running", restart=ledger.restarts)
-            if not ledger.limit_runs and options.time_limit is not None:
-                self.change(deadline=self.now + options.time_limit)
-            self.change(limit_runs=True)
         joined = sum(min(node.state.joined, node.nproc) for node in here)
         formed = sum(min(node.state.formed, node.state.joined, node.nproc) for node in here)
-        joined, formed = max(ledger.counts[0], joined), max(ledger.counts[1], formed)
-        importing = formed < ledger.world_size and any(node.state.importing for node in here)
-        counts = (joined, formed, importing)
-        due = ledger.counted + _COUNT_SECONDS
+        counts = joined, formed = max(ledger.counts[0], joined), max(ledger.counts[1], formed)
         if counts == ledger.counts:
             return
-        if self.now < due and formed < ledger.world_size:
-            self.wake(due)
-            return
-        self.change(counts=counts, counted=self.now)
+        self.change(counts=counts)
         self.add(
             "ranks",
             restart=ledger.restarts,
             joined=joined,
             formed=formed,
-            importing=counts[2],
             world_size=ledger.world_size,
         )
-
-    def _note_answers(self) -> None:
-        """Record what nodes say about ranks for which others wait."""
-        ledger, nodes = self.ledger, self.view.nodes
-        questions = _questions(ledger, nodes)
-        for node_rank, probed in _answers(questions, ledger, nodes).items():
-            known = self.ledger.answers.get(node_rank)
-            if known is None or known.probe != probed.probe:
-                self.change(answers={**self.ledger.answers, node_rank: probed})
-                self.add("missing", node_rank=node_rank, workers=list(probed.lines))
 
     def _name_unfinished(self, here: Sequence[Node]) -> None:
         """Name the ranks that still run 10 s after the last of the others has succeeded."""

@@ -82,7 +82,7 @@ def launch(options: LaunchOptions, environ: Mapping[str, str]) -> int:
     os.environ.update(contract.read_secrets(environ))
     notifications = os.environ.pop(contract.NOTIFICATIONS, "")  # the workers must not get the URLs
     os.environ.pop(contract.SECRETS_FILE, None)  # another job in a worker must not inherit it
-    job = _identity(environ, topology, finding=finding, options=options)
+    job = _identity(environ, topology, options)
     job_dir, temporary = _job_directory(environ, topology, attempt=job.attempt)
     # Remove the variable: another job in a worker must not inherit it.
     numbered = os.environ.pop(contract.STREAM, "") == "1"
@@ -299,7 +299,7 @@ def _fork_forkserver(
 
 
 def _identity(
-    environ: Mapping[str, str], topology: Topology, finding: Finding, options: LaunchOptions
+    environ: Mapping[str, str], topology: Topology, options: LaunchOptions
 ) -> JobIdentity:
     """Return the job's identity.
 
@@ -325,7 +325,6 @@ def _identity(
         )
     # No other node needs the token of a single node.
     own_token = f"clusterjob:{job_id}:{attempt}".encode() if is_open else secrets.token_bytes(16)
-    counted_by = "" if topology.source == "clusterjob" else finding.evidence.get("node_rank", "")
     return JobIdentity(
         job_id,
         attempt,
@@ -334,7 +333,6 @@ def _identity(
         if topology.master_port is None
         else [topology.master_port],
         has_torch=preload.has_torch(),
-        counted_by=counted_by,
         is_open=is_open,
         peers=tuple(this_node.peers(topology, environ)) if is_open else (),
     )

@@ -16,13 +16,11 @@ import math
 import os
 import statistics
 import sys
-import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from datetime import timedelta
-from pathlib import Path
 from typing import Annotated, Any
 
 from clusterjob.node.system import codec, devices, processes
@@ -35,23 +33,13 @@ _TIMEOUT = timedelta(seconds=4)  # of an answer, and of a connection between nod
 _MEASURE_SECONDS, _REDUCTIONS = 0.3, 8
 _ROUNDS = 5  # of pairs
 _MATRIX, _GPU_MATRIX = 768, 8192  # rows
-_COPIED, _GPU_COPIED = 64 << 20, 512 << 20  # bytes; larger than a usual cache
-_WRITTEN = 8 << 20  # bytes of a file
 _REDUCED, _GPU_REDUCED = 4 << 20, 64 << 20  # bytes of an all-reduce
 _MAX_TEXT, _MAX_NAME = 300, 80  # characters
 
-# In their order: nodes that are slower alone wait for each other in the last one.
-CPU, GPU, DISK, PAIR = PROBES = ("cpu", "gpu", "disk", "pair")
-# The probe and the unit of each measure, in the order of the probe's amounts.
-MEASURES = {
-    "matrix multiply": (CPU, "GFLOP/s"),
-    "memory": (CPU, "GB/s"),
-    "GPU matrix multiply": (GPU, "GFLOP/s"),
-    "GPU memory": (GPU, "GB/s"),
-    "all-reduce": (PAIR, "GB/s"),
-    "disk write": (DISK, "MB/s"),
-    "disk read": (DISK, "MB/s"),
-}
+CPU, GPU, PAIR = "matrix multiply", "GPU matrix multiply", "all-reduce"
+# The unit of each measure, in their order: nodes that are slower alone wait for each other in the
+# last one.
+UNITS = {CPU: "GFLOP/s", GPU: "GFLOP/s", PAIR: "GB/s"}
 
 
 # -- the table -------------------------------------------------------------------------------------
@@ -175,7 +163,7 @@ def compare(answers: Mapping[int, Answer]) -> dict[str, Any]:
     found, notes = dict[str, dict[int, float]](), dict[tuple[str, int], str]()
     for node, answer in answers.items():
         for name, amount, note in answer.amounts:
-            if name in MEASURES:
+            if name in UNITS:
                 found.setdefault(name, {})[node] = amount
                 notes[name, node] = sanitize(note)
     medians = {name: statistics.median(of.values()) for name, of in found.items()}
@@ -190,13 +178,11 @@ def compare(answers: Mapping[int, Answer]) -> dict[str, Any]:
         if node in slow:
             slow[node] += f"; also small: {name}"
         else:
-            median, unit = medians[name], MEASURES[name][1]
+            median, unit = medians[name], UNITS[name]
             note = "; ".join(filter(None, (quantity(median, unit), notes[name, node])))
             own = quantity(found[name][node], unit)
             slow[node] = f"{name} {part:.2f} of the median ({own} of {note})"
-    columns = [
-        (name, unit, medians[name]) for name, (_, unit) in MEASURES.items() if medians.get(name)
-    ]
+    columns = [(name, unit, medians[name]) for name, unit in UNITS.items() if medians.get(name)]
     errors = {name: text for (name, _), text in notes.items() if not medians[name]}
     return {
         "slow": slow,
@@ -276,19 +262,18 @@ def _measure(store: Any, given: Mapping[str, Any], nodes: list[int]) -> None:
     """Measure this node some times, and put the best amounts into the store."""
     from torch.distributed import PrefixStore
 
-    node, directory = given["node"], Path(given["directory"])
-    until, best = time.monotonic() + _BEGIN_SECONDS, dict[str, tuple[float, str]]()
+    node, best = given["node"], dict[str, tuple[float, str]]()
+    until = time.monotonic() + _BEGIN_SECONDS
     for number in range(_TIMES if node in nodes else 0):
         group = PrefixStore(f"group{number}", store)
-        probes: dict[str, Callable[[], list[list[float]]]] = {
+        probes: dict[str, Callable[[], list[float]]] = {
             CPU: _cpu,
             GPU: _gpus,
-            DISK: functools.partial(_disk, directory),
             PAIR: functools.partial(_pairs, nodes, node, until, group),
         }
-        for probe, do in probes.items():
-            for name, amount, note in _measured(probe, do) if time.monotonic() < until else ():
-                best[name] = max(best.get(name, (0.0, "")), (amount, note))
+        for name, do in probes.items():
+            if time.monotonic() < until and (found := _measured(do)) is not None:
+                best[name] = max(best.get(name, (0.0, "")), found)
     amounts = [(name, *own) for name, own in best.items()]
     store.set(f"answer{node}", json.dumps({"amounts": amounts}))
 
@@ -307,96 +292,52 @@ def _get(store: Any, key: str, until: float) -> Any:
 # -- measures --------------------------------------------------------------------------------------
 
 
-def _measured(probe: str, do: Callable[[], list[list[float]]]) -> Iterator[tuple[str, float, str]]:
-    """Yield the measures of a probe as in `Answer`; nothing without a device.
-
-    Args:
-        probe: the probe.
-        do: returns its amounts, in a row for each device.
-    """
-    names = [name for name, (of, _) in MEASURES.items() if of == probe]
+def _measured(do: Callable[[], list[float]]) -> tuple[float, str] | None:
+    """Return the smallest amount of the devices, and its GPU; 0 and the error; None without one."""
     try:
-        rows = do()
+        amounts = do()
     except Exception as error:
         text = getattr(error, "strerror", None) or str(error) or type(error).__name__
-        yield from ((name, 0.0, text.strip().partition("\n")[0]) for name in names)
-    else:
-        for name, amounts in zip(names, zip(*rows, strict=True), strict=False):
-            least = min(amounts)
-            yield name, least, f"GPU {amounts.index(least)}" if len(rows) > 1 else ""
+        return 0.0, text.strip().partition("\n")[0]
+    if not amounts:
+        return None
+    smallest = min(amounts)
+    return smallest, f"GPU {amounts.index(smallest)}" if len(amounts) > 1 else ""
 
 
-def _cpu() -> list[list[float]]:
+def _cpu() -> list[float]:
     import torch
 
     torch.set_num_threads(devices.usable_cores())
-    return [_compute("cpu", _MATRIX, torch.float32, _COPIED)]
+    return [_multiply("cpu", _MATRIX, torch.float32)]
 
 
-def _gpus() -> list[list[float]]:
+def _gpus() -> list[float]:
     import torch
 
-    def compute(index: int) -> list[float]:
-        return _compute(f"cuda:{index}", _GPU_MATRIX, torch.float16, _GPU_COPIED)
+    def multiply(index: int) -> float:
+        return _multiply(f"cuda:{index}", _GPU_MATRIX, torch.float16)
 
     with ThreadPoolExecutor() as pool:  # one after the other, eight would need 8 s
-        return list(pool.map(compute, range(torch.cuda.device_count())))
+        return list(pool.map(multiply, range(torch.cuda.device_count())))
 
 
-def _rate(work: float, do: Callable[[], object], seconds: float) -> float:
-    """Return how much work is done per second, if `do` does `work`."""
-    do()
-    done, elapsed, begin = 0.0, 0.0, time.perf_counter()
-    while elapsed < seconds:
-        do()
-        done, elapsed = done + work, time.perf_counter() - begin
-    return done / elapsed
-
-
-def _compute(device: str, rows: int, dtype: Any, copied: int) -> list[float]:
-    """Return the GFLOP/s of a product of matrices, and the GB/s of copies: read and written."""
+def _multiply(device: str, rows: int, dtype: Any) -> float:
+    """Return the GFLOP/s of a product of matrices; the first one prepares the device."""
     import torch
 
     factor = torch.ones(rows, rows, dtype=dtype, device=device)
     product = torch.empty_like(factor)
-    source = torch.ones(copied // 4, device=device)
-    target = torch.empty_like(source)
-
-    def multiply() -> None:
+    done, elapsed, begin = -1, 0.0, 0.0
+    while elapsed < _MEASURE_SECONDS:
         torch.mm(factor, factor, out=product)[0, 0].item()  # waits for a GPU
-
-    def copy() -> None:
-        target.copy_(source)[0].item()
-
-    speed = _rate(2e-9 * rows**3, multiply, _MEASURE_SECONDS)
-    return [speed, _rate(2e-9 * copied, copy, _MEASURE_SECONDS / 2)]
+        done += 1
+        begin = begin or time.perf_counter()
+        elapsed = time.perf_counter() - begin
+    return 2e-9 * rows**3 * done / elapsed
 
 
-def _disk(directory: Path) -> list[list[float]]:
-    """Return the MB/s of writing a file to the disk and of reading it again.
-
-    The file has no name, so nothing is left if this process is killed.
-    """
-    data = os.urandom(_WRITTEN)  # a disk may compress
-    with tempfile.TemporaryFile(dir=directory) as stream:  # its buffer writes all, or fails
-
-        def write() -> None:
-            stream.seek(0)
-            stream.write(data)
-            stream.flush()
-            os.fsync(stream.fileno())
-
-        def read() -> None:
-            # The kernel must forget what it has cached.
-            os.posix_fadvise(stream.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
-            stream.seek(0)
-            stream.read()
-
-        written = _rate(_WRITTEN / 1e6, write, _MEASURE_SECONDS)
-        return [[written, _rate(_WRITTEN / 1e6, read, _MEASURE_SECONDS / 2)]]
-
-
-def _pairs(nodes: Sequence[int], node: int, until: float, store: Any) -> list[list[float]]:
+def _pairs(nodes: Sequence[int], node: int, until: float, store: Any) -> list[float]:
     """Return the upper median of the all-reduces of a node: a slow partner has one of them."""
     amounts, error = list[float](), None
     for index, pair in enumerate(pairs_of(nodes)):
@@ -408,7 +349,7 @@ def _pairs(nodes: Sequence[int], node: int, until: float, store: Any) -> list[li
                 error = failed
     if error is not None and not statistics.median_high(amounts):
         raise error
-    return [[statistics.median_high(amounts)]] if amounts else []
+    return [statistics.median_high(amounts)] if amounts else []
 
 
 def _all_reduce(pair: Sequence[int], node: int, store: Any, number: int) -> float:

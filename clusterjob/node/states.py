@@ -77,7 +77,6 @@ class Request:
     Attributes:
         cancel: why the job must end; empty without a request.
         interrupt: whether that was Ctrl-C: the workers then get SIGINT.
-        terminated: whether that was a SIGTERM of which the job's directory knows nothing.
         stacks: whether to save the stacks of the workers first.
         kill: whether to stop the workers without grace, after a second Ctrl-C.
         warning: why the scheduler takes the nodes soon; empty without a warning.
@@ -85,7 +84,6 @@ class Request:
 
     cancel: Text = ""
     interrupt: bool = False
-    terminated: bool = False
     stacks: bool = False
     kill: bool = False
     warning: Text = ""
@@ -108,7 +106,6 @@ class NodeState:
         missing: a worker that waits for others; None without one.
         probed: the answer to the newest question about missing ranks; None without one.
         joined, formed: the number of ranks that have begun, and completed, a process group.
-        importing: whether a worker imports torch at this moment.
         quiet: seconds since the last sign of life of a worker, when the state was made: output, a
             heartbeat, or a sample of the stacks in which it has moved.
         step: the step of the last heartbeat; -1 without one.
@@ -116,7 +113,6 @@ class NodeState:
         collected: whether the stacks of its workers have been sent.
         dumps: the dumps of torch's flight recorder of that moment, relative to the job directory.
         measured: how the measuring process has ended: "done", or why it failed; empty before.
-        by_exec: why the node starts its workers by exec; empty if it forks them.
         seen: the number of the newest round whose members the node knows, plus 1.
         request: what was asked of this node for the whole job.
     """
@@ -133,14 +129,12 @@ class NodeState:
     probed: Probed | None = None
     joined: Number = 0
     formed: Number = 0
-    importing: bool = False
     quiet: float = 0.0
     step: Annotated[int, Limit(2**62, minimum=-1)] = -1
     sampled: Number = 0
     collected: bool = False
     dumps: Lines = ()
     measured: Text = ""
-    by_exec: Text = ""
     seen: Number = 0
     request: Request = Request()
 

@@ -42,11 +42,12 @@ def test_doctor_run_measures_hosts_and_exits_with_0(tmp_path: Path) -> None:
 
 
 def test_doctor_run_names_broken_host_and_exits_with_1(tmp_path: Path) -> None:
-    # Node 1 writes files of at most one block: its measure of the disk fails.
-    setup = 'if [ "$CLUSTERJOB_NODE_RANK" = 1 ]; then ulimit -f 1; fi'
+    (tmp_path / "torch.py").write_text("raise ImportError('libcudart.so is missing')\n")
+    export = f"export PYTHONPATH='{tmp_path}'"
+    setup = f'if [ "$CLUSTERJOB_NODE_RANK" = 1 ]; then {export}; fi'
     words = ("--nodes", "3", "--setup", setup, "--json")
     found = json.loads(command(tmp_path, "doctor", "--run", *LOCAL, *words, code=1).stdout)
-    assert (found["state"], found["table"]["hosts"]) == ("FAILED", 3)
-    [slow] = [host for host in found["slow"] if "disk write 0.00 of the median" in host]
+    assert found["state"] == "FAILED"
+    [slow] = found["slow"]
     assert "(node 1): " in slow
-    assert "File too large" in slow
+    assert "torch cannot be imported: libcudart.so is missing" in slow

@@ -14,7 +14,6 @@ import time
 from collections.abc import Iterator
 
 import pytest
-from launching import new_folder
 from namespaces import Machine, machines, skip_reason
 from procs import QUICK_LEASE, TEST_TIMEOUT, WITH_TORCH, Job, MakeJob, below, wait_until
 
@@ -215,22 +214,6 @@ def test_rank_that_exits_while_others_wait_in_collective_is_root_cause(make_job:
 
 
 # -- time limit ------------------------------------------------------------------------------------
-
-
-@pytest.mark.slow
-def test_time_limit_excludes_import_of_torch(make_job: MakeJob) -> None:
-    job = make_job(2)
-    slow = new_folder(job.directory / "slow" / "torch")
-    (slow / "__init__.py").write_text("import time\ntime.sleep(4)\nraise ImportError('no torch')\n")
-    script = job.script("import time; time.sleep(0.2)")
-    for node_rank in (0, 1):
-        path = (
-            f"{job.directory / 'slow'}:{os.environ['PYTHONPATH']}"
-            if node_rank
-            else os.environ["PYTHONPATH"]
-        )
-        job.start(node_rank, "--time-limit", "3", script, env={"PYTHONPATH": path})
-    assert job.wait() == [0, 0], job.stderr(job.agents[0])
 
 
 # -- agents with internal errors -------------------------------------------------------------------

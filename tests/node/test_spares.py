@@ -91,17 +91,3 @@ def test_another_node_coordinates_after_loss_of_node_0(make_job: MakeJob) -> Non
     assert [event["nodes"] for event in started] == [[2, 1]]
     first = job.events("started")[0]
     assert first["monotonic"] < started[0]["monotonic"] < first["monotonic"] + TEST_TIMEOUT
-
-
-def test_second_of_two_nodes_goes_on_only_if_the_first_has_certainly_ended(
-    make_job: MakeJob,
-) -> None:
-    """This machine knows that the processes of node 0 have ended."""
-    job = make_job(2)
-    job.start_all("--min-nodes", "1", "--max-restarts", "2", *QUICK_LEASE, job.script(PLACES))
-    job.wait_for("0.0", "0.1")
-    kill_node(job, 0)
-    job.wait_for("1.0")
-    job.path("enough").touch()
-    assert job.wait() == [-signal.SIGKILL, 0]
-    assert place(job, 1, 0) == (1, 0, 1)

@@ -3,15 +3,10 @@
 from __future__ import annotations
 
 import json
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
 from procs import below, environ, kill_all, wait_until
-from slurm_cluster import SlurmCluster
 from slurm_user import User
-
-from clusterjob.node.rendezvous import succession
 
 pytestmark = pytest.mark.slow
 
@@ -54,26 +49,6 @@ def test_job_goes_on_with_its_spare_node_when_slurm_loses_a_node(user: User) -> 
     assert "round 1 rank 1 of 2 on n3" in user.output(job)
     # srun reports the lost node's task; the script's exit code is that of the verdict.
     assert user.slurm.wait_for_job(user.slurm_id(job))["JobState"] == "COMPLETED"
-
-
-def has_ended(node: str) -> bool:
-    """Ask as an agent on another machine, which sees no process of the coordinator's node."""
-    state: Any = SimpleNamespace(host=node, process="another-machine 1 1")
-    return succession.confirmed_ended(state, "slurm")
-
-
-def test_slurm_confirms_only_nodes_that_are_down(slurm: SlurmCluster) -> None:
-    assert not has_ended("n3")
-    slurm.run("scontrol", "update", "nodename=n3,n4", "state=drain", "reason=test")
-    try:
-        assert not has_ended("n4")
-        slurm.run("scontrol", "update", "nodename=n3", "state=down", "reason=test")
-        assert has_ended("n3")
-        assert not has_ended("n4")
-        assert not has_ended("n1")
-        assert not has_ended("nowhere")
-    finally:
-        slurm.run("scontrol", "update", "nodename=n[3-4]", "state=resume")
 
 
 def test_elastic_job_starts_with_the_nodes_that_slurm_has(user: User) -> None:

@@ -552,7 +552,7 @@ class Link:
         machine = self.coordinator.machine
         if machine.up and self.sim.reaches(self.agent.machine.number, machine.number):
             why = "it lost the coordinator" if by_agent else "its connection was closed"
-            self.coordinator.lose(self.agent, why, self, ended=not by_agent, by_agent=by_agent)
+            self.coordinator.lose(self.agent, why, self, ended=not by_agent)
 
     def _tell_agent(self) -> None:
         if self.agent.machine.up:
@@ -789,7 +789,7 @@ class Agent:
             return False
         ledger, node = found
         others = set(range(len(self.sim.machines))) - ({node} - {self.machine.number})
-        return may_go_on(ledger.groups, others, ledger.gone)
+        return may_go_on(ledger.groups, others)
 
     def coordinate(self, ledger: Ledger, before: int | None) -> None:
         self.coordinator = Coordinator(self.sim, self, ledger, before)
@@ -832,7 +832,7 @@ class Coordinator:
                 self.before, f"host{self.before}", message="the coordinator was lost"
             )
             lasting = lasting_of(self.ledger)
-            self.ledger = core.take_over(self.job, lasting, lost, self.sim.now, self.ledger.gone)
+            self.ledger = core.take_over(self.job, lasting, lost, self.sim.now)
         self.tick()
         self.plan(0.0)
 
@@ -865,7 +865,6 @@ class Coordinator:
                 "its agent joins again",
                 self.links[number],
                 ended=not same,
-                by_agent=same,
             )
             return False
         self.nodes[number] = Node(
@@ -905,14 +904,13 @@ class Coordinator:
         link: Link,
         *,
         ended: bool = False,
-        by_agent: bool = False,
     ) -> None:
         number = agent.machine.number
         if self.dead or self.links.get(number) is not link:
             return
         node = self.nodes[number]
         if node.here:
-            self.nodes[number] = node.lose(Loss(why, self.sim.now, ended=ended, by_agent=by_agent))
+            self.nodes[number] = node.lose(Loss(why, self.sim.now, ended=ended))
             link.up = False
             self.plan(0.0)
 

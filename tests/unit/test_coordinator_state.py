@@ -34,7 +34,7 @@ def state(seconds_left: float = 1e6) -> CoordinatorState:
         node=1,
         host="gpu1",
         moves=1,
-        process=processes.identity(1),
+        boot=processes.boot_id(),
         clock=1234.5,
         made_at=time.monotonic(),
     )
@@ -59,8 +59,8 @@ def test_time_limit_goes_on_on_this_machine_and_stands_still_until_another_reads
     tmp_path: Path,
 ) -> None:
     made = replace(state(160.0), made_at=time.monotonic() - 60)
-    for process, left in ((made.process, 100), ("another pid:[1] 2 3", 160)):
-        succession.write_state(tmp_path, replace(made, process=process))
+    for boot, left in ((made.boot, 100), ("another", 160)):
+        succession.write_state(tmp_path, replace(made, boot=boot))
         found = succession.from_disk(tmp_path, 2, "it was killed")
         limit = found.received_at + found.state.lasting.deadline
         assert left - 10 < limit - time.monotonic() <= left
@@ -72,7 +72,7 @@ def test_time_limit_goes_on_on_this_machine_and_stands_still_until_another_reads
         {"attempt": None},
         {"moves": 1.5},
         {"made_at": 1e12},
-        {"process": None},
+        {"boot": None},
         {"lasting": {"round": -2}},
         {"lasting": {"round": "3"}},
         {"lasting": {"round": True}},

@@ -29,11 +29,9 @@ def test_each_event_gives_phase_counts_and_time(tmp_path: Path) -> None:
         ("stop", {"why": "boom"}, ("stop", 0, 0)),
         ("restart", {}, ("stop", 0, 0)),
         ("started", {"preload": False, "world_size": 6, "restart": 1}, ("start", 0, 6)),
-        ("ranks", {"joined": 0, "formed": 0, "importing": True}, ("import", 0, 6)),
-        ("running", {}, ("import", 0, 6)),
-        ("ranks", {"joined": 0, "formed": 0, "importing": False}, ("start", 0, 6)),
+        ("running", {}, ("start", 0, 6)),
+        ("ranks", {"joined": 0, "formed": 0}, ("start", 0, 6)),
         ("ranks", {"joined": 1, "formed": 0}, ("ranks", 1, 6)),
-        ("ranks", {"joined": 1, "formed": 0, "importing": True}, ("ranks", 1, 6)),
         ("ended", {}, None),
         ("joined", {"node_rank": 0}, None),  # the next attempt
         ("listening", {"nnodes": 3}, ("nodes", 1, 3)),

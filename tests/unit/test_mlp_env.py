@@ -5,20 +5,11 @@ The tests cover both kinds of hosts and of indices, roles, quoted values and MPI
 
 from __future__ import annotations
 
-import asyncio
-from pathlib import Path
-
 import pytest
 
 from clusterjob.node.environments import this_node
 from clusterjob.node.environments.this_node import detect, find_node, node_of
 from clusterjob.node.environments.topology import Topology
-from clusterjob.node.logs.events import EventLog
-from clusterjob.node.options import parse
-from clusterjob.node.rendezvous import protocol
-from clusterjob.node.rendezvous.identity import JobIdentity, NodeJob
-from clusterjob.node.rendezvous.membership import Membership
-from clusterjob.node.rendezvous.messages import Hello
 
 # Variables of worker 2 of 3 with RDMA, as the platform documents them: hosts are RDMA addresses,
 # primary hosts are addresses in the VPC.
@@ -191,44 +182,6 @@ def test_peers_are_all_hosts_of_the_role_or_none() -> None:
     assert peers({"PET_NNODES": "2", "PET_NODE_RANK": "1", "PET_MASTER_ADDR": "a"}) == set()
     sky = {"SKYPILOT_NODE_RANK": "1", "SKYPILOT_NUM_NODES": "2", "SKYPILOT_NODE_IPS": "10.0.0.1\nb"}
     assert peers(sky) == {"10.0.0.1", "b"}
-
-
-def test_nodes_with_different_indices_are_refused_at_rendezvous(tmp_path: Path) -> None:
-    """One node may read MLP_WORKER_RACK_RANK_INDEX while another reads MLP_ROLE_INDEX.
-
-    Two nodes would then have the same rank, or exchange their ranks.
-    """
-
-    def hello_of(environ: dict[str, str], node_rank: int) -> Hello:
-        counted_by = find_node(environ).evidence["node_rank"]
-        return Hello(
-            node_rank, f"h{node_rank}", pid=7, attempt=0, nnodes=3, nproc=1, counted_by=counted_by
-        )
-
-    by_rack, by_role = NODE, without("MLP_WORKER_RACK_RANK_INDEX")
-
-    async def join_nodes() -> str:
-        job = JobIdentity(
-            "j",
-            0,
-            token=b"secret",
-            ports=[0],
-            has_torch=False,
-            counted_by="MLP_WORKER_RACK_RANK_INDEX",
-        )
-        topology = Topology(3, 0, 1, "", None, source="test")
-        node = NodeJob(topology, parse(["x.py"]), job, tmp_path, print)
-        membership = Membership(node, EventLog(tmp_path / "events.jsonl"))
-        membership.join(hello_of(by_rack, 0), lambda _message: None)
-        membership.join(hello_of(by_rack, 1), lambda _message: None)
-        with pytest.raises(protocol.RefusedError) as caught:
-            membership.join(hello_of(by_role, 2), lambda _message: None)
-        return str(caught.value)
-
-    assert asyncio.run(join_nodes()) == (
-        "node 2 on h2 (pid 7) reads its node_rank from MLP_ROLE_INDEX,"
-        " node 0 from MLP_WORKER_RACK_RANK_INDEX: all nodes must use the same variable"
-    )
 
 
 @pytest.mark.parametrize(

@@ -73,13 +73,11 @@ FULL = NodeState(
     probed=Probed(Probe((1,)), ("rank 1: it sleeps",), (SHORT,)),
     joined=2,
     formed=1,
-    importing=True,
     quiet=4.5,
     step=10,
     sampled=6,
     collected=True,
     measured="done",
-    by_exec="the script sets OMP_NUM_THREADS",
     seen=4,
     request=Request("cancelled", interrupt=True, warning="SIGUSR1 on gpu1"),
 )
@@ -94,7 +92,7 @@ def test_new_round_forgets_the_workers_of_the_last_one_but_not_the_node(
     report.stopped_at = time.monotonic()
     report.changed.clear()
     report.begin(4)
-    kept = {name: getattr(FULL, name) for name in ("measured", "by_exec", "seen", "request")}
+    kept = {name: getattr(FULL, name) for name in ("measured", "seen", "request")}
     assert replace(report.now(), quiet=0.0) == NodeState(4, idle=False, **kept)
     assert report.now().quiet < 1.0
     assert report.changed.is_set()
@@ -182,7 +180,7 @@ def test_state_is_equal_after_its_way_over_the_network() -> None:
 def within_limits(state: NodeState) -> bool:
     """Return whether the texts, lists and numbers of a state are as small as `states` says."""
     request, numbers = state.request, (state.joined, state.formed, state.sampled, state.seen)
-    texts = (state.measured, state.by_exec, request.cancel, request.warning)
+    texts = (state.measured, request.cancel, request.warning)
     failures = [each.failure for each in (*state.failing, *state.exits)]
     ages = [each.age for each in (*state.failing, *state.exits)]
     if state.probed is not None:

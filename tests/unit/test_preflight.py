@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from clusterjob.node import preflight
-from clusterjob.node.preflight import CPU, DISK, GPU, MEASURES, PAIR, Answer, HeatTable, is_slow
+from clusterjob.node.preflight import CPU, GPU, PAIR, UNITS, Answer, HeatTable, is_slow
 from clusterjob.node.system import codec
 from clusterjob.node.system.codec import MalformedMessageError
 
@@ -29,20 +29,18 @@ def compared(nodes: int, say: Said) -> dict[str, Any]:
 
 def answer_of(say: Said, node: int) -> Answer:
     amounts: list[tuple[str, float, str]] = []
-    for probe in preflight.PROBES:
-        names = [name for name, (of, _) in MEASURES.items() if of == probe]
-        said = say(probe, node)
+    for name in UNITS:
+        said = say(name, node)
         if isinstance(said, str):
-            amounts += [(name, 0.0, said) for name in names]
+            amounts.append((name, 0.0, said))
         elif said is not None:
-            amounts += [(name, amount, "") for name, amount in zip(names, said, strict=True)]
+            amounts.append((name, said, ""))
     return Answer(tuple(amounts))
 
 
 def usual(probe: str, _node: int) -> Any:
     """Return amounts that vary by a tenth; no node has a GPU."""
-    count = sum(of == probe for of, _ in MEASURES.values())
-    return None if probe == GPU else [random.uniform(90, 100) for _ in range(count)]
+    return None if probe == GPU else random.uniform(90, 100)
 
 
 def but(probe: str, node: int, answer: Any) -> Said:
@@ -71,7 +69,7 @@ def test_partner_that_is_slow_or_broken_makes_no_other_node_slow(
     monkeypatch: pytest.MonkeyPatch, rates: dict[int, float | None]
 ) -> None:
     monkeypatch.setattr(preflight, "_all_reduce", partner(rates))
-    assert preflight._pairs(range(5), 0, time.monotonic() + 9.0, None) == [[8.0]]
+    assert preflight._pairs(range(5), 0, time.monotonic() + 9.0, None) == [8.0]
     assert preflight._pairs(range(5), 0, 0.0, None) == [], "no time is left"
 
 
@@ -96,13 +94,9 @@ def partner(rates: Mapping[int, float | None]) -> Callable[..., float]:
 # -- comparison ------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("probe", "name"), [(PAIR, "all-reduce"), (CPU, "matrix multiply")])
-def test_slow_host_is_named_with_its_measure(probe: str, name: str) -> None:
-    def say(asked: str, node: int) -> Any:
-        amounts = usual(asked, node)
-        return [0.3 * amounts[0], *amounts[1:]] if (asked, node) == (probe, 3) else amounts
-
-    [(node, text)] = compared(5, say)["slow"].items()
+@pytest.mark.parametrize("name", [PAIR, CPU])
+def test_slow_host_is_named_with_its_measure(name: str) -> None:
+    [(node, text)] = compared(5, but(name, 3, 30.0))["slow"].items()
     assert node == 3
     assert text.startswith(f"{name} 0.")
 
@@ -115,19 +109,21 @@ def test_equal_hosts_are_not_named(nodes: int) -> None:
 
 
 def test_host_with_an_error_is_named_with_the_error() -> None:
-    text = compared(4, but(DISK, 1, "No space left\x1b[2J"))["slow"][1]
-    assert text.startswith("disk write 0.00 of the median (0 MB/s of ")
-    assert "No space left" in text
+    slow_pair = but(PAIR, 1, 30.0)
+    text = compared(
+        4,
+        lambda *asked: "out of memory\x1b[2J" if asked == (CPU, 1) else slow_pair(*asked),
+    )["slow"][1]
+    assert text.startswith("matrix multiply 0.00 of the median (0 GFLOP/s of ")
+    assert "out of memory" in text
     assert "\x1b" not in text
-    assert "also small: disk read" in text
+    assert "also small: all-reduce" in text
 
 
 def test_note_is_shown_behind_the_amount() -> None:
-    answers = {
-        node: Answer((("GPU memory", 1.0 if node == 1 else 9.0, "GPU 3"),)) for node in range(3)
-    }
+    answers = {node: Answer(((GPU, 1.0 if node == 1 else 9.0, "GPU 3"),)) for node in range(3)}
     assert preflight.compare(answers)["slow"] == {
-        1: "GPU memory 0.11 of the median (1 GB/s of 9 GB/s; GPU 3)"
+        1: "GPU matrix multiply 0.11 of the median (1 GFLOP/s of 9 GFLOP/s; GPU 3)"
     }
 
 
@@ -140,12 +136,12 @@ def test_measure_that_fails_everywhere_blames_nobody() -> None:
 @pytest.mark.parametrize("wrong", [float("nan"), -1.0, "1", True, None])
 def test_wrong_answer_is_refused(wrong: Any) -> None:
     with pytest.raises(MalformedMessageError):
-        codec.read(Answer, {"amounts": [["memory", wrong, ""]]})
+        codec.read(Answer, {"amounts": [[CPU, wrong, ""]]})
 
 
 def test_unknown_measure_is_ignored() -> None:
-    found = preflight.compare({0: Answer((("memory", 1.0, ""), ("a lie", 1.0, "")))})
-    assert [name for name, *_ in found["columns"]] == ["memory"]
+    found = preflight.compare({0: Answer(((CPU, 1.0, ""), ("a lie", 1.0, "")))})
+    assert [name for name, *_ in found["columns"]] == [CPU]
 
 
 # -- the processes, without torch ------------------------------------------------------------------
@@ -168,7 +164,7 @@ class Store:
         return self.values[key]
 
 
-GIVEN = {"node": 0, "nodes": [0, 1, 2, 3], "start_seconds": 0.0, "directory": "/nowhere"}
+GIVEN = {"node": 0, "nodes": [0, 1, 2, 3], "start_seconds": 0.0}
 
 
 @pytest.fixture
@@ -182,8 +178,8 @@ def prefixes(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_silent_process_and_one_that_has_not_started_are_named(
     monkeypatch: pytest.MonkeyPatch, prefixes: None
 ) -> None:
-    monkeypatch.setattr(preflight, "_measured", lambda *_: [("memory", 9.0, "")])
-    fast, wrong = json.dumps({"amounts": [["memory", 9.0, ""]]}), json.dumps({"amounts": 3})
+    monkeypatch.setattr(preflight, "_measured", lambda _do: (9.0, ""))
+    fast, wrong = json.dumps({"amounts": [[CPU, 9.0, ""]]}), json.dumps({"amounts": 3})
     store = Store(started0="true", started1="true", answer1=fast, started2="true", answer2=wrong)
     found = preflight._compare_all(store, GIVEN)
     assert found["slow"] == {
@@ -199,28 +195,19 @@ def test_best_amount_of_a_node_counts(monkeypatch: pytest.MonkeyPatch, prefixes:
     monkeypatch.setattr(
         preflight,
         "_measured",
-        lambda probe, *_: [("memory", *next(said))] if probe == CPU else [],
+        lambda do: next(said) if do is preflight._cpu else None,
     )
     store = Store()
     preflight._measure(store, GIVEN, [0, 1])
-    assert json.loads(store.values["answer0"]) == {"amounts": [["memory", 7.0, "GPU 1"]]}
+    assert json.loads(store.values["answer0"]) == {"amounts": [[CPU, 7.0, "GPU 1"]]}
 
 
 def test_answer_names_the_slowest_gpu_or_the_error() -> None:
-    def measured(probe: str, amounts: Callable[[], Any]) -> Any:
-        return list(preflight._measured(probe, amounts))
-
-    found = measured(GPU, lambda: [[9.0, 9.0], [9.0, 1.0]])
-    assert found == [("GPU matrix multiply", 9.0, "GPU 0"), ("GPU memory", 1.0, "GPU 1")]
-    assert measured(CPU, lambda: [[9.0, 8.0]]) == [
-        ("matrix multiply", 9.0, ""),
-        ("memory", 8.0, ""),
-    ]
-    assert measured(GPU, list) == [], "there is no GPU"
+    assert preflight._measured(lambda: [9.0, 1.0]) == (1.0, "GPU 1")
+    assert preflight._measured(lambda: [9.0]) == (9.0, "")
+    assert preflight._measured(list) is None, "there is no GPU"
     error = OSError(28, "No space left")
-    assert measured(PAIR, lambda: (_ for _ in ()).throw(error)) == [
-        ("all-reduce", 0.0, "No space left")
-    ]
+    assert preflight._measured(lambda: (_ for _ in ()).throw(error)) == (0.0, "No space left")
 
 
 # -- the table -------------------------------------------------------------------------------------

@@ -477,7 +477,7 @@ async def test_handshake_survives_stop_of_process(agent: Streams, coordinator: S
 async def test_agent_waits_for_busy_coordinator_that_has_its_hello(
     agent: Streams, coordinator: Streams
 ) -> None:
-    joining = asyncio.create_task(protocol.join(*agent, TOKEN, "job-1", HELLO, welcome_seconds=30))
+    joining = asyncio.create_task(protocol.join(*agent, TOKEN, "job-1", HELLO))
     channel, _ = await protocol.accept(*coordinator, TOKEN, "job-1")
     await asyncio.sleep(1.0)
     channel.send(Welcome())

@@ -24,24 +24,21 @@ def subsets(nodes: Set[int]) -> Iterator[frozenset[int]]:
 
 
 @pytest.mark.parametrize(
-    ("members", "present", "gone", "expected"),
+    ("members", "present", "expected"),
     [
-        ({0, 1, 2}, {1, 2}, (), True),
-        ({0, 1, 2}, {0}, (), False),
-        ({0, 1}, {0}, (), True),
-        ({0, 1}, {1}, (), False),
-        ({0, 1}, {1}, {0}, True),
-        ({0, 1, 2, 3}, {0, 3}, (), True),
-        ({0, 1, 2, 3}, {1, 2}, (), False),
-        ({0, 1, 2, 3}, {1, 2}, {0}, True),
-        ({0, 1, 2, 3, 4}, {1, 2}, {0}, False),
-        ({0, 1}, {1, 2, 3}, (), False),  # nodes that were no members count for nothing
+        ({0, 1, 2}, {1, 2}, True),
+        ({0, 1, 2}, {0}, False),
+        ({0, 1}, {0}, True),
+        ({0, 1}, {1}, False),
+        ({0, 1, 2, 3}, {0, 3}, True),
+        ({0, 1, 2, 3}, {1, 2}, False),
+        ({0, 1}, {1, 2, 3}, False),  # nodes that were no members count for nothing
     ],
 )
 def test_part_of_a_job_goes_on_only_if_no_other_can(
-    members: Set[int], present: Set[int], gone: Set[int], *, expected: bool
+    members: Set[int], present: Set[int], *, expected: bool
 ) -> None:
-    assert may_go_on([Members(tuple(members), 0)], present, frozenset(gone)) is expected
+    assert may_go_on([Members(tuple(members), 0)], present) is expected
 
 
 def test_two_parts_never_both_go_on() -> None:

@@ -194,27 +194,6 @@ def test_options_that_exclude_each_other_are_refused(
         JobSpec(PROGRAM, tmp_path, **options)  # type: ignore[arg-type]
 
 
-def test_three_short_attempts_with_the_same_error_end_the_job_despite_newer_files(
-    tmp_path: Path,
-) -> None:
-    job = Job(tmp_path)
-    killed = failed(FailureKind.SIGNAL)
-    found = [job.end(killed, save=f"{number}.pt").state for number in range(2)]
-    assert found == [JobState.PREEMPTED] * 2
-    last = job.end(killed, save="2.pt")
-    assert (last.state, last.exit_code) == (JobState.FAILED, 137)
-    assert last.reason.startswith(
-        "3 attempts in a row ended within 60 s by the same error; the last:"
-    )
-
-
-def test_short_attempts_with_different_errors_go_on(tmp_path: Path) -> None:
-    job = Job(tmp_path)
-    kinds = [FailureKind.SIGNAL, FailureKind.HANG] * 2
-    found = [job.end(failed(kind), save=f"{kind}.pt").state for kind in kinds]
-    assert found == [JobState.PREEMPTED] * 4
-
-
 def test_newer_log_is_no_progress(tmp_path: Path) -> None:
     job = Job(tmp_path)
     assert job.end(STOPPED, save="train.log").state is JobState.PREEMPTED

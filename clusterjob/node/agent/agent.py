@@ -36,7 +36,7 @@ from clusterjob.node.rendezvous.identity import NodeJob
 from clusterjob.node.rendezvous.messages import ConnectionLost, Succession
 from clusterjob.node.rendezvous.succession import Earlier
 from clusterjob.node.states import Measure, Order, Stop
-from clusterjob.node.system import crashes, files, network, processes
+from clusterjob.node.system import crashes, files, processes
 from clusterjob.node.verdict import CANCELLED_EXIT_CODE, JobState, Verdict
 from clusterjob.node.workers.forkserver_client import ForkserverClient
 
@@ -91,11 +91,6 @@ class Agent:
             parent.note.read().get("rounds", 0), tells_life=node.options.hang_timeout is not None
         )
         self._interrupted_at = math.inf  # by Ctrl-C; workers then get SIGINT instead of SIGTERM
-        # One more port, which rank 0 binds itself.
-        self._held = worker_variables.hold_ports(nproc + 1)
-        address = this_node.own_address(node.topology)
-        # Node 0 of hosts with several addresses has them all in `address`.
-        host = address.partition(",")[0]
         self._hello = messages.Hello(
             node_rank=self._node_rank,
             host=this_node.node_name(),
@@ -103,13 +98,7 @@ class Agent:
             attempt=node.identity.attempt,
             nnodes=node.topology.nnodes,
             nproc=nproc,
-            address=address,
-            counted_by=node.identity.counted_by,
-            endpoints=tuple(
-                network.with_port(host, holder.getsockname()[1]) for holder in self._held
-            ),
-            wants_endpoints=worker_variables.may_use_paddle(node.options.program),
-            rounds=self._report.state.seen,
+            address=this_node.own_address(node.topology),
             key=node.identity.key,
         )
         self._workers = NodeWorkers(node, forkserver, self._report, self._send)
@@ -209,7 +198,7 @@ class Agent:
     async def _on_coordinator_lost(self, lost: ConnectionLost) -> Verdict | None:
         """Stop the workers, and go on with the next coordinator; else return the verdict."""
         # The coordinator may still receive messages of this node.
-        self._send(messages.CoordinatorLost(lost.why))
+        self._send(ConnectionLost(f"it has lost the coordinator: {lost.why}"))
         self._workers.stop(Stop(0.0, signal.SIGKILL))
         if self._link is not None:
             link, self._link = self._link, None
@@ -251,58 +240,46 @@ class Agent:
         addresses = [self._node.topology.master_addr]
         addresses += self._parent.note.read().get("successors", [])
         search = Search(self._node, self._hello, self._report, deadline, first=first)
+        turn = math.inf if self._earlier is None else time.monotonic() + after
         try:
-            while True:
-                turn = math.inf if self._earlier is None else time.monotonic() + after
-                if (channel := await search.run(addresses, turn)) is not None:
-                    break
-                if (earlier := await self._replaceable(lost)) is not None:
-                    self._alone += 1
-                    await self._coordinate(earlier)
-                    return None
+            channel = await search.run(addresses, turn)
         except RendezvousError as error:
             if first and not self._report.state.request.cancel:
                 raise
             why = f"node {self._node_rank} lost the coordinator: {lost.why}; {error.message}"
             return self._end_without_coordinator(why)
+        if channel is None:
+            assert self._earlier is not None
+            self._alone += 1
+            await self._coordinate(replace(self._earlier, why=lost.why, ended=lost.ended))
+            return None
         self._orders = asyncio.Queue()
         self._link = Link(channel, options, self._orders, self._start)
         self._parent.keep(joined=True, coordinates=False)
         self._report.changed.set()
         return None
 
-    async def _replaceable(self, lost: ConnectionLost) -> Earlier | None:
-        """Return the coordinator whose place this agent may take; None if it may not."""
-        earlier, topology = self._earlier, self._node.topology
-        assert earlier is not None
-        state, gone = earlier.state, frozenset[int]()
-        ended = succession.confirmed_ended
-        if earlier.moved and await asyncio.to_thread(ended, state, topology.source):
-            gone = frozenset({state.node})
-        # Could the job go on if all nodes but the coordinator's joined this one?
-        others = set(range(topology.nnodes)) - ({state.node} if earlier.moved else set())
-        if not succession.may_go_on(state.lasting.groups, others, gone):
-            return None
-        return replace(earlier, why=lost.why, ended=lost.ended, gone=gone)
-
     def _note_succession(self, message: Succession) -> None:
         """Record which nodes may take the coordinator's place, and that this node knows it."""
         nodes, seen = [node for node, _ in message.successors], message.rounds_seen
+        state, own = message.state, self._node_rank
         self._earlier = None
-        if message.state is not None and self._node_rank in nodes:
-            self._position = nodes.index(self._node_rank)
-            self._earlier = Earlier(
-                message.state,
-                why="",
-                ended=False,
-                moved=message.state.node != self._node_rank,
-                received_at=time.monotonic(),
-            )
+        if state is not None and own in nodes:
+            # Could the job go on if all nodes but the coordinator's joined this one?
+            others = set(range(self._node.topology.nnodes)) - ({state.node} - {own})
+            if succession.may_go_on(state.lasting.groups, others):
+                self._position = nodes.index(own)
+                self._earlier = Earlier(
+                    state,
+                    why="",
+                    ended=False,
+                    moved=state.node != own,
+                    received_at=time.monotonic(),
+                )
         addresses = [address for _, address in message.successors]
         self._parent.keep(successors=addresses, rounds=seen)
         if seen != self._report.state.seen:
             self._deadline, self._alone = None, 0  # the search was successful
-            self._hello = replace(self._hello, rounds=seen)
             self._report.set(seen=seen)
 
     async def _coordinate(self, earlier: Earlier | None) -> None:
@@ -447,9 +424,9 @@ class Agent:
             return
         if time.monotonic() > self._interrupted_at + _ONE_KEYSTROKE:
             self._report.ask(kill=True)
-        self._cancel(why, terminated=terminated, interrupt=number == signal.SIGINT)
+        self._cancel(why, stacks=terminated, interrupt=number == signal.SIGINT)
 
-    def _cancel(self, why: str, *, terminated: bool = False, interrupt: bool = False) -> None:
+    def _cancel(self, why: str, *, stacks: bool = False, interrupt: bool = False) -> None:
         if self._report.state.request.cancel:
             return
         if interrupt:
@@ -457,8 +434,7 @@ class Agent:
         self._report.ask(
             cancel="cancelled" if ends.cancelled(self._node.directory) else why[:300],
             interrupt=interrupt,
-            terminated=terminated,
-            stacks=ends.stacks_wanted(self._node.directory) or terminated,
+            stacks=ends.stacks_wanted(self._node.directory) or stacks,
         )
 
     # -- the preflight -----------------------------------------------------------------------------
@@ -473,7 +449,6 @@ class Agent:
             "node": topology.node_rank,
             "start_seconds": self._options.join_timeout,
             "listener": store.fileno() if store is not None else None,
-            "directory": os.fspath(directory),
             "parent": os.getpid(),
         }
         package = os.fspath(Path(preflight.__file__).parents[2])  # a directory, or the node zip

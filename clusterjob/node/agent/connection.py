@@ -27,8 +27,6 @@ from clusterjob.node.system.codec import MalformedMessageError
 _FIRST_PAUSE, _MAX_PAUSE, _MAX_PAUSE_AGAIN = 0.02, 1.0, 0.3
 _CHECK_SECONDS = 0.3  # between two looks at the job's directory
 _CONNECT_SECONDS = 5.0
-_MAX_PROOF_SECONDS = 40.0  # seconds for the coordinator to prove the token, after some tries
-_WELCOME_SECONDS = 60.0  # seconds for the coordinator to answer the first message
 _NO_ANSWER = "no answer"
 # Seconds until the first notice that node 0 cannot be reached, and between later notices.
 _FIRST_NOTICE, _NOTICE_SECONDS = 4.0, 5.0
@@ -172,15 +170,12 @@ class Search:
 
     def _error(self) -> str:
         """Return why no coordinator was found until now."""
-        by_error: dict[str, list[str]] = {}
-        for port, why in (self.errors or {self.node.identity.ports[0]: _NO_ANSWER}).items():
-            by_error.setdefault(why, []).append(str(port))
-        tried = "; ".join(
-            f"{why} (port{'s' * (len(ports) > 1)} {', '.join(ports)})"
-            for why, ports in by_error.items()
+        topology, whys = self.node.topology, dict.fromkeys(self.errors.values())
+        ports = ", ".join(map(str, self.node.identity.ports))
+        return (
+            f"node {topology.node_rank} cannot reach node 0 at {topology.master_addr}:"
+            f" {'; '.join(whys) or _NO_ANSWER} (port {ports})"
         )
-        topology = self.node.topology
-        return f"node {topology.node_rank} cannot reach node 0 at {topology.master_addr}: {tried}"
 
     async def _join_at(self, host: str) -> Channel | None:
         """Try all addresses and ports of a host in turn; return None if its name never resolves.
@@ -189,7 +184,6 @@ class Search:
             RefusedError: the coordinator refuses an agent that joins for the first time.
         """
         pause, begin = _FIRST_PAUSE, time.monotonic()
-        proof_seconds = protocol.HANDSHAKE_SECONDS  # grows: the coordinator may be busy
         ports, addresses = self.node.identity.ports, list[str]()
         while True:
             try:
@@ -207,23 +201,17 @@ class Search:
                     return None
             for port, address in itertools.product(ports, addresses):
                 try:
-                    return await self._attempt(
-                        address, port, _CONNECT_SECONDS / len(addresses), proof_seconds
-                    )
+                    return await self._attempt(address, port, _CONNECT_SECONDS / len(addresses))
                 except _ATTEMPT_ERRORS as error:
                     self.errors[port] = _reason(error)
                 except protocol.RefusedError as error:
                     if self.first:
                         raise
                     self.errors[port] = error.message  # it has not noticed the last link's end yet
-            if _NO_ANSWER in self.errors.values():
-                proof_seconds = min(2 * proof_seconds, _MAX_PROOF_SECONDS)
             await asyncio.sleep(pause)
             pause = min(_MAX_PAUSE if self.first else _MAX_PAUSE_AGAIN, pause * 1.5)
 
-    async def _attempt(
-        self, address: str, port: int, connect_seconds: float, proof_seconds: float
-    ) -> Channel:
+    async def _attempt(self, address: str, port: int, connect_seconds: float) -> Channel:
         """Join the coordinator at one address and port; return the channel to it.
 
         Raises:
@@ -233,7 +221,6 @@ class Search:
         connecting = asyncio.open_connection(address, port, limit=protocol.LINE_BYTES)
         # Not asyncio.wait_for: before Python 3.12 it may lose a cancellation.
         reader, writer = await protocol.answer_of(connecting, connect_seconds)
-        left = self.deadline - time.monotonic()
         try:
             return await protocol.join(
                 reader,
@@ -241,8 +228,6 @@ class Search:
                 token=self.node.identity.token,
                 job_id=self.node.identity.job_id,
                 hello=self.hello,
-                proof_seconds=proof_seconds,
-                welcome_seconds=min(max(left, proof_seconds), _WELCOME_SECONDS),
             )
         except BaseException:
             writer.close()

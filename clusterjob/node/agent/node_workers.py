@@ -55,7 +55,7 @@ _ANSWER_BYTES = 48 << 10  # of the failures in an answer about missing ranks
 _TEXT, _SHORT = 4096, 200
 _LINE = 300  # characters of a line in an answer
 # The fields of a state that a new round does not change.
-_OF_NODE = ("measured", "by_exec", "seen", "request")
+_OF_NODE = ("measured", "seen", "request")
 _ALIVE_SECONDS = 1.0  # between two signs of life that are worth a message
 _FROM_WORKER = (Phase.RENDEZVOUS, Phase.INIT, Phase.RUNNING)  # the phases that a worker reports
 _OVER = (Phase.STOP, Phase.ENDED)
@@ -205,7 +205,8 @@ class NodeWorkers:
     The phases of a rank that runs, in the node's file:
 
     - ``import`` from its start;
-    - ``running`` from its first line of output, or from its start if it is no Python program;
+    - ``running`` from the first line of output of the node, or from its start if it is no Python
+      program;
     - ``rendezvous``, ``init``, again ``running`` when it forms its first process group
       (`torch_patches`); it may form more of them in a loop.
 
@@ -246,7 +247,6 @@ class NodeWorkers:
         self._ranks: dict[int, Phase] = {}  # the current phase by local rank
         # The local ranks that have begun a process group, and whether it is formed.
         self._formed: dict[int, bool] = {}
-        self._importing = set[int]()  # local ranks that import torch now
         self.flight_recorder = FlightRecorder(job_dir, node_rank, attempt)
         self.failures = Failures(
             node_rank,
@@ -287,7 +287,7 @@ class NodeWorkers:
         )
         self.timeline.follow(itertools.chain.from_iterable(pairs))
         self._status = WorkerStatus(self.failures, world)
-        self._ranks, self._formed, self._importing, self._waits = {}, {}, set(), {}
+        self._ranks, self._formed, self._waits = {}, {}, {}
         if self.forkserver.error:
             self.fail_node(self.forkserver.error)
             return
@@ -420,9 +420,9 @@ class NodeWorkers:
         if message.why and self._node.options.start == "fork":
             self.fail_node(f"--start fork is impossible: {message.why}")
         elif message.why:
-            why = f"node {self.failures.node_rank} starts its workers by exec: {message.why}"
-            self._node.print_line(why)
-            self.report.set(by_exec=why[:300])
+            self._node.print_line(
+                f"node {self.failures.node_rank} starts its workers by exec: {message.why}"
+            )
 
     def _on_store_exited(self, message: forkserver_messages.StoreExited) -> None:
         ended = f"torch's store was lost ({how(*processes.exit_code_of(message.status))})"
@@ -461,7 +461,6 @@ class NodeWorkers:
         ended = how(code, signal_name)
         status.ended |= dict.fromkeys(ranks, ended)
         for each in ranks:
-            self._importing.discard(each)
             self._begin_rank_phase(each, Phase.ENDED, detail=ended)
         if code != 0:
             failure = self.failures.of_worker(
@@ -492,25 +491,16 @@ class NodeWorkers:
     def note_output(self, grown: Iterable[str]) -> None:
         """Record what the workers have written into these log files.
 
-        Ranks that write output before they join a process group run.
+        If one writes output before it joins a process group, the node's workers run.
         """
         self.report.note_alive(self.timeline.grown_at)
-        if Phase.IMPORT in self._ranks.values():
-            world = self._status.world
-            ranks = {
-                match["rank"] and int(match["rank"]) - world.first_rank  # torchrun's has no rank
-                for match in map(log_files.FILE_NAME.fullmatch, grown)
-                if match is not None
-                and match["stream"] == "out"
-                and int(match["restart"] or 0) == world.restart
-            }
+        if any(name.endswith(".out") for name in grown):
             for local_rank, phase in self._ranks.items():
-                if phase is Phase.IMPORT and (local_rank in ranks or None in ranks):
+                if phase is Phase.IMPORT:
                     self._begin_rank_phase(local_rank, Phase.RUNNING, detail="first output")
         counts: dict[str, Any] = {
             "joined": len(self._formed),
             "formed": sum(self._formed.values()),
-            "importing": bool(self._importing),
         }
         if replace(self.report.state, **counts) != self.report.state:
             self.report.set(**counts)
@@ -521,10 +511,6 @@ class NodeWorkers:
         local_rank, status = message.local_rank, self._status
         if self._ranks.get(local_rank, Phase.ENDED) in _OVER:
             return
-        if message.phase == Phase.IMPORT:
-            self._importing.add(local_rank)
-            return
-        self._importing.discard(local_rank)
         if message.phase in _FROM_WORKER:
             missing = self.report.state.missing
             if missing is not None and missing.local_rank == local_rank:

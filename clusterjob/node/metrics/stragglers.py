@@ -20,7 +20,6 @@ _LEAST = 0.002  # seconds per step
 _KEPT, _KEPT_STEPS = 30.0, 3  # a wait counts for so many seconds, and so many steps
 _SIMILAR = 0.5  # ranks whose step differs by a larger share from the median do not take part
 _IN_A_ROW = 3  # measurements after which a rank is a straggler, or is none any more
-_AGAIN = 600.0  # seconds between two events about the same rank
 _MAX_NAMED = 64  # stragglers at the same time
 
 
@@ -96,7 +95,6 @@ class StragglerWatch:
         self._checked = time.monotonic()
         # Measurements in a row in which a rank was late; below 0, in which it was not.
         self._row: Counter[int] = Counter()
-        self._told: dict[int, float] = {}  # the time of the last event about a rank
         self._named: set[int] = set()  # ranks whose last event does not say that they caught up
 
     def receive(self, node_rank: int, host: str, waits: Mapping[int, Wait]) -> None:
@@ -124,7 +122,7 @@ class StragglerWatch:
         for rank in sorted(late.keys() & self._new, key=lambda rank: -late[rank].waited):
             self._row[rank] = max(0, self._row[rank]) + 1
             if self._row[rank] >= _IN_A_ROW:
-                self._tell(rank, late[rank], moment)
+                self._tell(rank, late[rank])
         for rank in self._new - late.keys():
             self._row[rank] = min(0, self._row[rank]) - 1
             if self._row[rank] <= -_IN_A_ROW and rank in self._named:
@@ -132,11 +130,9 @@ class StragglerWatch:
                 self._events.add(CAUGHT_UP, restart=self._restart, rank=rank)
         self._new.clear()
 
-    def _tell(self, rank: int, late: Wait, moment: float) -> None:
-        is_recent = moment - self._told.get(rank, float("-inf")) < _AGAIN
-        if is_recent or len(self._named - {rank}) >= _MAX_NAMED:
+    def _tell(self, rank: int, late: Wait) -> None:
+        if rank in self._named or len(self._named) >= _MAX_NAMED:
             return
-        self._told[rank] = moment
         self._named.add(rank)
         _, _, node_rank, host = self._waits[rank]
         self._events.add(

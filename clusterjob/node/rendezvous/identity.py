@@ -24,8 +24,6 @@ class JobIdentity:
         token: the job's secret; never in argv, logs or records.
         ports: the ports at which node 0 may listen, in order.
         has_torch: whether this node's interpreter finds torch and can serve its store.
-        counted_by: the platform's variable from which node_rank was read; empty if the user set it.
-            A platform may have several such variables; all nodes must use the same one.
         key: drawn by this node; only who has it can join again as this node.
         is_open: whether the token is no secret: the user gave none.
         peers: the names of all nodes; an open job accepts agents from their addresses only. Empty
@@ -37,7 +35,6 @@ class JobIdentity:
     token: bytes = field(repr=False)
     ports: list[int]
     has_torch: bool
-    counted_by: str = ""
     key: str = field(default_factory=lambda: secrets.token_hex(16), repr=False)
     is_open: bool = False
     peers: tuple[str, ...] = ()

@@ -236,11 +236,9 @@ class Membership:
         hello = replace(
             hello,
             host=sanitize(hello.host),
-            counted_by=sanitize(hello.counted_by),
             address=sanitize(hello.address),
-            endpoints=tuple(map(sanitize, hello.endpoints)),
         )
-        node_rank, host, pid, counted_by = hello.node_rank, hello.host, hello.pid, hello.counted_by
+        node_rank, host, pid = hello.node_rank, hello.host, hello.pid
         if hello.attempt != self._job.attempt:
             raise protocol.RefusedError(
                 f"this is attempt {self._job.attempt} of the job, not {hello.attempt}"
@@ -251,11 +249,6 @@ class Membership:
             problem = f"{who} counts {hello.nnodes} nodes, node 0 counts {self._nnodes}"
         elif node_rank >= self._nnodes:
             problem = f"{who}: node_rank must be between 0 and {self._nnodes - 1}"
-        elif counted_by and self._job.counted_by and counted_by != self._job.counted_by:
-            problem = (
-                f"{who} reads its node_rank from {counted_by}, node 0 from {self._job.counted_by}:"
-                " all nodes must use the same variable"
-            )
         elif (first := self.peers.get(node_rank)) is not None:
             is_same = hmac.compare_digest(ascii(hello.key), ascii(first.hello.key))
             if is_same and not first.lost:

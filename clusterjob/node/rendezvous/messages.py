@@ -38,10 +38,6 @@ class Hello:
     Attributes:
         node_rank: the number of its node.
         address: the address at which the other nodes reach it.
-        counted_by: the platform's variable from which node_rank was read.
-        endpoints: the host:port that this node holds for each worker, and one more.
-        wants_endpoints: whether its workers need the endpoints of all nodes.
-        rounds: the number of the newest round that the node has seen, plus 1; 0 without one.
         key: drawn by the node; to join again it needs the same one.
     """
 
@@ -52,18 +48,21 @@ class Hello:
     nnodes: Number
     nproc: Annotated[int, Limit(MAX_WORKERS, minimum=1)]
     address: Text = ""
-    counted_by: Text = ""
-    endpoints: Annotated[tuple[Text, ...], Limit(MAX_WORKERS + 1)] = ()
-    wants_endpoints: bool = False
-    rounds: Number = 0
     key: Text = ""
 
 
 @dataclass(frozen=True)
-class CoordinatorLost:
-    """The agent has lost the coordinator and stops its workers."""
+class ConnectionLost:
+    """The connection to the coordinator has ended or is silent, and the agent stops its workers.
+
+    Inside a process, it also tells of the connection to an agent.
+
+    Attributes:
+        ended: whether the other process has certainly ended its part.
+    """
 
     why: str
+    ended: bool = False
 
 
 @dataclass(frozen=True)
@@ -124,7 +123,6 @@ class Lasting:
         first_started: when the first workers were started, RFC 3339.
         deadline: when the job must end, by the monotonic clock; infinity without a limit. In a
             message, the seconds that were left when it was made.
-        limit_runs: whether the workers of a round have all run, from when the limit counts.
     """
 
     round: Annotated[int, Limit((1 << 24) - 1, minimum=-1)] = -1
@@ -134,7 +132,6 @@ class Lasting:
     rounds: Annotated[tuple[RoundEnd, ...], Limit(256)] = ()
     first_started: Text | None = None
     deadline: float = math.inf
-    limit_runs: bool = False
 
 
 @dataclass(frozen=True)
@@ -146,7 +143,7 @@ class CoordinatorState:
         lasting: what it remembers; of many rounds, the latest.
         node, host: the coordinator's node.
         moves: how often the coordinator has moved to another node.
-        process: the first process of the coordinator's node; see `processes.identity`.
+        boot: the boot of its machine; see `processes.boot_id`.
         clock: the time of the state, by the clock of the job's events.
         made_at: the time of the state, by the monotonic clock of the machine.
     """
@@ -156,7 +153,7 @@ class CoordinatorState:
     node: Number
     host: Text
     moves: Number
-    process: Text
+    boot: Text
     clock: float
     made_at: float
 
@@ -183,26 +180,11 @@ class End:
     verdict: Verdict
 
 
-# -- inside one process, never on the wire -------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class ConnectionLost:
-    """The connection to an agent, or to the coordinator, has ended or is silent.
-
-    Attributes:
-        ended: whether the other process has certainly ended its part.
-    """
-
-    why: str
-    ended: bool = False
-
-
 FROM_AGENT = Codec(
     NodeState,
     Hello,
     Heartbeat,
-    CoordinatorLost,
+    ConnectionLost,
     RankWaits,
     StackFound,
 )

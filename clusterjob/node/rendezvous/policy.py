@@ -1,9 +1,9 @@
 """Decide what follows a failure by its kind, and whether the job runs again (--until-done).
 
 A job that runs again has the verdict PREEMPTED: the script that the scheduler runs queues it.
-The job ends on success, on a failure of its own code, after two attempts in a row without progress,
-or after three in a row that ended within a minute by the same error. An attempt makes progress if
-it leaves a newer file in the checkpoint directory; without such a directory, if it lasts a minute.
+The job ends on success, on a failure of its own code, or after two attempts in a row without
+progress. An attempt makes progress if it leaves a newer file in the checkpoint directory; without
+such a directory, if it lasts a minute.
 Times of files are only compared with times of files in the same directory.
 """
 
@@ -123,7 +123,6 @@ def decide(
     if kind in retries:
         limit = _limit(retries[kind], options)
         again, why = sum(each.kind == kind for each in earlier) < limit, ""
-        again = again and not retries[kind].memory  # else the job is queued again
     else:
         # Of the failures of machines, the first ones are free.
         counted = [each for each in here if each not in retries]
@@ -139,20 +138,6 @@ def decide(
     pause = min(2.0 ** (row - 2), _LONGEST_PAUSE) if row > 1 else 0.0
     # A failure that only names a lost peer does not show whose node is at fault.
     return Restart(retry=True, avoid=rule.avoid and not failure.effect, pause=pause)
-
-
-def more_memory(verdict: Verdict, options: LaunchOptions, rounds: Sequence[RoundEnd]) -> float:
-    """Return the factor of memory with which the job must be queued again; 0.0 if it must not.
-
-    Args:
-        verdict: the verdict of this attempt.
-        options: --retry, whose counts hold for the whole job.
-        rounds: the rounds of all attempts, the last one included.
-    """
-    retry = _retries(options).get(verdict.failure.kind) if verdict.failure is not None else None
-    if retry is None or sum(each.kind == retry.kind for each in rounds) > _limit(retry, options):
-        return 0.0
-    return retry.memory
 
 
 def most_restarts(options: LaunchOptions, nnodes: int) -> int:
@@ -188,7 +173,6 @@ def error_of(end: Failure | RoundEnd) -> tuple[str, str, str]:
 
 
 MAX_IDLE = 2  # attempts in a row without progress that end the job
-MAX_EQUAL = 3  # short attempts in a row with the same error that end the job
 SHORT_ATTEMPT = 60.0  # seconds; a shorter attempt makes no progress, without a checkpoint directory
 _MAX_FILES = 100_000  # of the checkpoint directory to look at
 _NO_CHECKPOINT = re.compile(r"(?:\.log|\.out|\.err|\.pyc)$|^events\.out\.tfevents")  # file names
@@ -237,26 +221,19 @@ def end_attempt(
     if verdict.state is JobState.PREEMPTED and verdict.started_at is None:
         return again  # the scheduler took the nodes before the workers had started
     begun.join(_WALK_TIMEOUT)
-    known, error, is_short = _progress(job_dir), "", seconds < SHORT_ATTEMPT
+    known = _progress(job_dir)
     if options.checkpoint_dir:
         before = known.get("newest", 0)
         progress = begun.is_alive() or _is_newer(Path(options.checkpoint_dir), before)
         missing = f"left nothing newer in {options.checkpoint_dir}"
     else:
-        progress, missing = not is_short, f"ended within {SHORT_ATTEMPT:g} s"
-    if is_short and verdict.failure is not None:
-        error = repr(error_of(verdict.failure))
+        progress, missing = seconds >= SHORT_ATTEMPT, f"ended within {SHORT_ATTEMPT:g} s"
     idle = 0 if progress else known.get("idle", 0) + 1
-    equal = known.get("equal", 0) + 1 if error == known.get("error") else 1
-    _write_progress(job_dir, known | {"idle": idle, "error": error, "equal": equal})
-    if idle >= MAX_IDLE:
-        why = f"{MAX_IDLE} attempts in a row {missing}"
-    elif error and equal >= MAX_EQUAL:
-        why = f"{MAX_EQUAL} attempts in a row ended within {SHORT_ATTEMPT:g} s by the same error"
-    else:
+    _write_progress(job_dir, known | {"idle": idle})
+    if idle < MAX_IDLE:
         return again
     code = verdict.exit_code if verdict.state is JobState.FAILED else 1
-    reason = f"{why}; the last: {verdict.reason}"
+    reason = f"{MAX_IDLE} attempts in a row {missing}; the last: {verdict.reason}"
     return replace(verdict, state=JobState.FAILED, exit_code=code, reason=reason)
 
 

@@ -25,7 +25,10 @@ _T = TypeVar("_T")
 PROTOCOL = 1
 LINE_BYTES = 1 << 18  # maximum bytes of a message
 _UNAUTHENTICATED_LINE_BYTES = 4096
-HANDSHAKE_SECONDS = 5.0  # seconds for a peer that has not proved the token to answer
+HANDSHAKE_SECONDS = 5.0  # seconds for an agent to prove the token
+# Seconds for the coordinator to prove the token, and to answer the first message. It may be busy
+# with thousands of agents, or stopped; an agent that it has counted must not leave.
+PROOF_SECONDS, WELCOME_SECONDS = 20.0, 60.0
 _MAX_REFUSAL = 1000  # characters of a reason from a peer that has not proved the token
 _TURNS = 10  # parts of such a wait; see `answer_of`
 
@@ -156,9 +159,6 @@ async def join(
     token: bytes,
     job_id: str,
     hello: messages.Hello,
-    *,
-    proof_seconds: float | None = None,
-    welcome_seconds: float = 60.0,
 ) -> Channel:
     """Join the job through a new connection; return the channel to the coordinator.
 
@@ -168,10 +168,6 @@ async def join(
         token: the job's secret.
         job_id: the job's id.
         hello: the first message of this agent.
-        proof_seconds: seconds for the peer to prove that it is the coordinator; None for
-            `HANDSHAKE_SECONDS`.
-        welcome_seconds: seconds for the coordinator to answer `hello`. It may be busy with
-            thousands of agents, or stopped. An agent that it has counted must not leave.
 
     Raises:
         UnauthenticatedError: the peer is not this job's coordinator.
@@ -179,9 +175,9 @@ async def join(
         OSError, asyncio.TimeoutError: the connection broke, or had no answer in time.
     """
     proof = authenticate_to_coordinator(reader, writer, token=token, job_id=job_id)
-    channel = await answer_of(proof, proof_seconds or HANDSHAKE_SECONDS)
+    channel = await answer_of(proof, PROOF_SECONDS)
     channel.send(hello)
-    answer = await answer_of(channel.receive(), welcome_seconds)
+    answer = await answer_of(channel.receive(), WELCOME_SECONDS)
     if isinstance(answer, messages.Refused):
         raise RefusedError(answer.why)
     if not isinstance(answer, messages.Welcome):

@@ -8,17 +8,11 @@ round only if no other part of the job can (`may_go_on`).
 
 from __future__ import annotations
 
-import contextlib
-import os
-import re
-import subprocess
 import time
 from collections.abc import Iterable, Mapping, Set
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from clusterjob.node.environments import slurm_env
-from clusterjob.node.environments.slurm_env import slurm_environment
 from clusterjob.node.logs import ends, events
 from clusterjob.node.logs.job_dir import COORDINATOR
 from clusterjob.node.rendezvous.identity import NodeJob
@@ -39,15 +33,8 @@ def write_state(job_dir: Path, state: CoordinatorState) -> None:
     files.write_json(job_dir / COORDINATOR, _STATE.encode(state))
 
 
-def remove_state(job_dir: Path) -> None:
-    """Remove the state of a job that has ended."""
-    with contextlib.suppress(OSError):
-        (job_dir / COORDINATOR).unlink(missing_ok=True)
-
-
 # Platforms on which every node of the job can be reached under the address that it has.
 _FREE_ADDRESSES = ("clusterjob", "slurm")
-_SCONTROL_SECONDS = 10.0
 
 
 @dataclass(frozen=True)
@@ -59,7 +46,6 @@ class Earlier:
         why: how it was lost.
         ended: whether its process has certainly ended.
         moved: whether it ran on another node.
-        gone: nodes that have certainly ended.
         received_at: when its state arrived, by this machine's monotonic clock.
     """
 
@@ -68,58 +54,25 @@ class Earlier:
     ended: bool
     moved: bool
     received_at: float
-    gone: frozenset[int] = frozenset()
 
 
-def may_go_on(groups: Iterable[Members], present: Set[int], gone: Set[int] = frozenset()) -> bool:
+def may_go_on(groups: Iterable[Members], present: Set[int]) -> bool:
     """Return whether some nodes of a job may go on, because no others can.
 
-    Of the nodes of a round that are not gone, they must be more than half, or half with its
-    coordinator. A round that some of its nodes may not have seen adds its members to those of the
-    last round that all have seen: then this must hold for both.
+    Of the nodes of a round, they must be more than half, or half with its coordinator. A round that
+    some of its nodes may not have seen adds its members to those of the last round that all have
+    seen: then this must hold for both.
 
     Args:
         groups: the members of these rounds.
         present: the nodes that are together, and have seen no newer round.
-        gone: nodes that have certainly ended; a closed connection does not show that.
     """
 
     def holds(group: Members) -> bool:
-        alive = set(group.nodes) - gone
-        twice = 2 * len(alive & present)
-        return twice > len(alive) or (twice == len(alive) and group.coordinator in present)
+        most, twice = len(group.nodes), 2 * len(present & set(group.nodes))
+        return twice > most or (twice == most and group.coordinator in present)
 
     return all(map(holds, groups))
-
-
-def confirmed_ended(state: CoordinatorState, source: str) -> bool:
-    """Return whether the coordinator's node has certainly ended; this may take seconds.
-
-    This machine knows that of its own processes, Slurm of its nodes.
-
-    Args:
-        state: the state of the coordinator.
-        source: the family that gave the rank assignment.
-    """
-    if processes.has_ended(state.process):
-        return True
-    return source == slurm_env.SOURCE and slurm_says_down(state.host) is True
-
-
-def slurm_says_down(host: str) -> bool | None:
-    """Return whether Slurm counts a node as lost; None if it does not answer within 10 s."""
-    environment = slurm_environment(os.environ, "scontrol")
-    with contextlib.suppress(OSError, subprocess.SubprocessError):
-        shown = subprocess.run(
-            ["scontrol", "--oneliner", "show", "node", host],
-            capture_output=True,
-            check=True,
-            env=environment,
-            text=True,
-            timeout=_SCONTROL_SECONDS,
-        ).stdout
-        return re.search(r" State=DOWN\b", shown) is not None
-    return None
 
 
 def may_move(node: NodeJob) -> bool:
@@ -158,6 +111,5 @@ def from_disk(job_dir: Path, attempt: int, why: str) -> Earlier | None:
     # The last round may have ended since the state was written.
     rounds = events.ended_rounds(job_dir, running=True)
     state = replace(state, lasting=replace(state.lasting, rounds=rounds))
-    same_boot = state.process.startswith(processes.boot_id())
-    received_at = state.made_at if same_boot else time.monotonic()
+    received_at = state.made_at if state.boot == processes.boot_id() else time.monotonic()
     return Earlier(state, why, ended=True, moved=False, received_at=received_at)
