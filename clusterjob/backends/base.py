@@ -293,15 +293,6 @@ class Foreground(Protocol):
 
     stdin: int | None
 
-    def reads_terminal(self, record: Record) -> bool:
-        """Return whether a worker of a job reads from this process's terminal."""
-
-    def interrupt_prompt(self, record: Record) -> bool:
-        """Interrupt the worker that reads from this process's terminal, if there is one.
-
-        Returns True if there is such a worker.
-        """
-
 
 class _Names(Sequence[str]):
     """The names of all backends, the built-in backends first.

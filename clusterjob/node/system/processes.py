@@ -33,14 +33,6 @@ _MAX_STDERR = 1 << 14  # bytes that `StderrTail` keeps; the process may write wi
 _MAX_LINE = 300  # characters
 # srun says so of each --cpu-bind=none without the plugin task/affinity, also with --quiet.
 _NO_REASON = "srun: cluster configuration lacks support for cpu binding\n"
-# The number of the system call read(2), by CPU architecture.
-_READ = {
-    "x86_64": "0",
-    "aarch64": "63",
-    "ppc64le": "3",
-    "s390x": "3",
-    "riscv64": "63",
-}
 
 
 def require_linux(what: str) -> None:
@@ -274,30 +266,6 @@ def kill_descendants(*keep: int | None) -> None:
             for pid in left:
                 send_signal(pid, signal.SIGKILL)
             time.sleep(0.01)
-
-
-def terminal_reader(above: int, terminal: int = 0) -> int | None:
-    """Return the pid of a descendant that waits for terminal input, or None.
-
-    Its main thread is in read(2) on the terminal. A background thread that reads keys does not
-    count: it is not a prompt.
-
-    Args:
-        above: pid of the process whose descendants are searched.
-        terminal: a descriptor of the terminal; if it is not a terminal, the result is None.
-    """
-    if not os.isatty(terminal):
-        return None
-    device = os.fstat(terminal).st_rdev
-    for pid in descendants(above):
-        with contextlib.suppress(OSError):  # it has ended, or this process lacks the permission
-            call, *arguments = Path(f"/proc/{pid}/syscall").read_text().split()
-            if (
-                call == _READ.get(os.uname().machine)
-                and os.stat(f"/proc/{pid}/fd/{int(arguments[0], 16)}").st_rdev == device
-            ):
-                return pid
-    return None
 
 
 def send_signal(pid: int, with_signal: int) -> bool:
