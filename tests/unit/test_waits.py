@@ -211,7 +211,8 @@ def test_all_ranks_of_a_slow_node_are_stragglers(watched: Watched) -> None:
     assert watched.events() == [("straggling", 2), ("straggling", 3)]
     now = progress(watched.directory).stragglers
     assert events.straggler_text(now) == (
-        "ranks 2-3 (node 1, gpu1): the others wait 0.4 s of each 0.5 s step for them"
+        "rank 2 (node 1, gpu1): the others wait 0.4 s of each 0.5 s step for it;"
+        " rank 3 (node 1, gpu1): the others wait 0.4 s of each 0.5 s step for it"
     )
 
 
@@ -271,7 +272,7 @@ def test_line_names_rank_and_how_long_the_others_wait() -> None:
     several = [straggler(1, 0, 0.05), *(straggler(rank, rank, 0.5) for rank in range(2, 7))]
     text = events.straggler_text(several)
     assert text.startswith("rank 2 (node 2, gpu1): the others wait 0.5 s of each 0.55 s step")
-    assert text.endswith("; 3 more nodes")
+    assert text.endswith("; 3 more ranks")
     assert events.straggler_text([]) == ""
 
 

@@ -30,7 +30,6 @@ from clusterjob.node.logs.log_files import node_directory, open_regular
 from clusterjob.node.system import codec, files
 from clusterjob.node.system.codec import Limit
 from clusterjob.node.system.files import Appender
-from clusterjob.node.system.ranges import ranges
 from clusterjob.node.system.sanitize import sanitize
 from clusterjob.node.verdict import FailureKind, RoundEnd, Word, bounded
 
@@ -39,7 +38,7 @@ ROUND_ENDED = "round_ended"  # the event; its other fields are those of `RoundEn
 # every 10 minutes; and when the rank is no longer late.
 STRAGGLING, CAUGHT_UP = "straggling", "caught_up"
 _MAX_ROUNDS = 1000  # rounds that are collected before the middle ones are dropped
-_MAX_NAMED = 3  # nodes that a text names
+_MAX_NAMED = 3  # ranks that a text names
 _MAX_STRAGGLERS = 64  # that are kept of a job; a host may forge events
 _MAX_PHASES = 16 << 20  # bytes to read of a file: the phases of hundreds of rounds
 _TORCH = re.compile(r"^(?:__version__|(cuda|hip))\b[^=\n]*= '([^'\n]{1,60})'", re.MULTILINE)
@@ -336,24 +335,16 @@ def job_stragglers(job_dir: Path) -> tuple[Straggler, ...]:
 
 
 def straggler_lines(stragglers: Iterable[Straggler]) -> list[str]:
-    """Return one line for each node with stragglers, the worst one first."""
-    by_node: dict[int, list[Straggler]] = {}
-    for each in sorted(stragglers, key=lambda each: each.waited_s, reverse=True):
-        by_node.setdefault(each.node_rank, []).append(each)
-    found = []
-    for worst, *others in by_node.values():
-        they, them = ("ranks", "them") if others else ("rank", "it")
-        numbers = ", ".join(ranges(sorted(each.rank for each in (worst, *others))))
-        waited, step = (f"{round(value, 3):g} s" for value in (worst.waited_s, worst.step_s))
-        found.append(
-            f"{they} {numbers} (node {worst.node_rank}, {worst.host}):"
-            f" the others wait {waited} of each {step} step for {them}"
-        )
-    return found
+    """Return one line for each straggler, the worst one first."""
+    return [
+        f"rank {each.rank} (node {each.node_rank}, {each.host}): the others wait"
+        f" {round(each.waited_s, 3):g} s of each {round(each.step_s, 3):g} s step for it"
+        for each in sorted(stragglers, key=lambda each: each.waited_s, reverse=True)
+    ]
 
 
 def straggler_text(stragglers: Iterable[Straggler]) -> str:
     """Return the stragglers as one line; empty without one."""
     found = straggler_lines(stragglers)
-    more = [f"{len(found) - _MAX_NAMED} more nodes"] if len(found) > _MAX_NAMED else []
+    more = [f"{len(found) - _MAX_NAMED} more ranks"] if len(found) > _MAX_NAMED else []
     return "; ".join([*found[:_MAX_NAMED], *more])
