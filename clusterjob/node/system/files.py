@@ -20,6 +20,7 @@ from typing import Any
 
 TEMPORARY = ".tmp"  # the end of the name of a temporary file
 RESERVED = 32 << 10  # bytes that `reserve` takes
+_PROBE = 1 << 16  # bytes that `why_full` writes
 LARGEST_JSON = 32 << 20  # bytes; clusterjob's own files are much smaller
 # The thread in which an agent uses the job's directory: a shared disk may hang for minutes, and the
 # event loop must send heartbeats meanwhile. None in other processes.
@@ -148,15 +149,13 @@ def _reserve_of(path: Path) -> Path:
 
 
 def why_full(directory: Path) -> str:
-    """Return why a directory cannot be written, such as a full disk; empty if it can."""
-    with contextlib.suppress(OSError):
-        found = os.statvfs(directory)
-        if found.f_flag & os.ST_RDONLY:
-            return f"{directory} is on a read-only file system"
-        if found.f_blocks and found.f_bavail == 0:  # some file systems count nothing
-            return f"the disk of {directory} is full"
-        if found.f_files and found.f_favail == 0:
-            return f"the disk of {directory} has no inodes left"
+    """Return why no file can be written into a directory, such as a full disk; empty if one can."""
+    try:
+        with tempfile.TemporaryFile(dir=directory, buffering=0) as probe:
+            probe.write(bytes(_PROBE))
+            os.fsync(probe.fileno())
+    except OSError as error:
+        return f"{directory} cannot be written: {error.strerror}"
     return ""
 
 
