@@ -121,27 +121,21 @@ def reserve(path: Path) -> None:
 
 
 def write_reserved(path: Path, data: bytes) -> None:
-    """Write a file like `write_atomic`; on a full disk, use the space that `reserve` took.
-
-    The reserve is freed afterwards.
+    """Write a file atomically, in the space that `reserve` took, if it did.
 
     Raises:
-        OSError: the file cannot be written, and the reserve is missing or smaller than `data`.
+        OSError: the disk is full, and the reserve is missing or smaller than `data`.
     """
-    reserved = _reserve_of(path)
-    try:
-        write_atomic(path, data)
-    except OSError:
-        if len(data) > size_of(reserved):
-            raise
-        with reserved.open("r+b") as stream:
-            stream.write(data)
-            stream.truncate()
-            stream.flush()
-            os.fsync(stream.fileno())
-        reserved.replace(path)
-    with contextlib.suppress(OSError):
-        reserved.unlink()
+    temporary = path.with_name(f".{path.name}.{os.getpid()}{TEMPORARY}")
+    with contextlib.suppress(FileNotFoundError):
+        _reserve_of(path).replace(temporary)
+    # It keeps the blocks of the reserve: others would take them at once on a full disk.
+    with open(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o600), "wb") as stream:
+        stream.write(data)
+        stream.truncate()
+        stream.flush()
+        os.fsync(stream.fileno())
+    temporary.replace(path)
 
 
 def _reserve_of(path: Path) -> Path:
