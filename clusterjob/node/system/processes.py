@@ -389,32 +389,14 @@ def raise_open_files() -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
-def oom_kills() -> tuple[int, Path | None]:
-    """Return the kernel's count of OOM kills in this process's cgroup, and the cgroup.
-
-    Without such a cgroup, the count is that of the whole machine.
-    """
+def oom_kills() -> int:
+    """Return the kernel's count of OOM kills in this process's cgroup; 0 without one."""
     for directory in memory_cgroups():
         for name in ("memory.events", "memory.oom_control"):  # of cgroups v2, and of v1
-            count = _count_in(directory / name)
-            if count is not None:
-                return count, directory
-    return _count_in(Path("/proc/vmstat")) or 0, None
-
-
-def describe_oom_kill(before: int) -> str:
-    """Return a text about an OOM kill if the count has grown; else an empty text."""
-    count, cgroup = oom_kills()
-    if count <= before:
-        return ""
-    if cgroup is None:
-        return "this machine ran out of memory in the meantime"
-    news = "out of memory: the kernel killed it"
-    for name in ("memory.max", "memory.limit_in_bytes"):
-        limit = files.read_text(cgroup / name).strip()
-        if limit.isdigit() and int(limit) < 1 << 60:  # cgroup v1: a huge number is no limit
-            news += f", limit {int(limit) // 10**6} MB"
-    return news
+            text = files.read_text(directory / name)
+            if found := re.search(r"^oom_kill (\d+)", text, re.MULTILINE):
+                return int(found[1])
+    return 0
 
 
 def memory_cgroups(root: str = "") -> Iterator[Path]:
@@ -431,11 +413,6 @@ def memory_cgroups(root: str = "") -> Iterator[Path]:
             top = f"{root}/sys/fs/cgroup{'/memory' if controllers else ''}"
             group = Path(f"{top}{path}")
             yield from (each for each in (group, *group.parents) if str(each).startswith(top))
-
-
-def _count_in(path: Path) -> int | None:
-    found = re.search(r"^oom_kill (\d+)", files.read_text(path), re.MULTILINE)
-    return int(found[1]) if found else None
 
 
 class StderrTail:
