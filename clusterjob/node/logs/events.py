@@ -47,8 +47,6 @@ _DRIVER = Path("/sys/module/nvidia/version")
 # time does not depend on its length.
 _MAX_LINE, _MAX_FILE = 1 << 20, 64 << 20
 _MIN_LINE = 64
-# Maximum characters of a text, and of an item in a list: nodes send lists of up to 256 long items.
-_MAX_TEXT, _MAX_ITEM = 4000, 1000
 _Rank = Annotated[int, Limit(1 << 24)]
 
 
@@ -75,12 +73,11 @@ class EventLog:
     def add(self, event: str, **details: Any) -> str:
         """Append one event and return its time.
 
-        Long texts are cut. An error such as a full disk loses the line and does not end the job.
+        An error such as a full disk loses the line and does not end the job.
         """
         at = now()
         line = {"time": at, "monotonic": round(time.monotonic() + self._shift, 6), "event": event}
-        line |= {name: _cut(value) for name, value in details.items()}
-        files.later(_append, self._file, line)
+        files.later(_append, self._file, line | details)
         return at
 
 
@@ -88,12 +85,6 @@ def _append(file: Appender, *lines: Mapping[str, Any]) -> None:
     """Append objects in one write."""
     text = "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines)
     file.write(text.encode(errors="replace"))
-
-
-def _cut(value: Any) -> Any:
-    if isinstance(value, (list, tuple)):
-        return [item[:_MAX_ITEM] if isinstance(item, str) else item for item in value]
-    return value[:_MAX_TEXT] if isinstance(value, str) else value
 
 
 def read_job_events(job_dir: Path) -> Iterator[dict[str, Any]]:
