@@ -2,8 +2,8 @@
 
 - ``events.jsonl``: the events of the job, each with wall-clock and monotonic time. The coordinator
   writes them. `ended_rounds` and `note_straggler` read them.
-- ``logs/node<k>/phases.jsonl``: the begins of the phases of a node and of its ranks. A line without
-  a rank belongs to the node.
+- ``logs/node<k>/phases.jsonl``: the begins of the phases of a node and of its ranks. The rank of
+  the node is null.
 - ``logs/node<k>/environment.jsonl``: for each attempt what ``clusterjob env`` shows, and the
   versions of the programs.
 """
@@ -183,12 +183,12 @@ class PhaseBegin:
     """
 
     phase: Phase
-    rank: int | None
+    rank: _Rank | None
     restart: int
     attempt: int
     time: float
     monotonic: float
-    detail: str = ""
+    detail: Annotated[str, Limit(200, cuts=True)] = ""
 
 
 class PhaseLog:
@@ -203,29 +203,14 @@ class PhaseLog:
         Raises:
             OSError: they cannot be written.
         """
-        lines = (
-            {name: value for name, value in vars(begin).items() if value not in (None, "")}
-            for begin in begins
-        )
-        _append(self._file, *lines)
+        _append(self._file, *map(vars, begins))
 
 
 def read_phases(job_dir: Path, node_rank: int) -> Iterator[PhaseBegin]:
     """Yield the begins of phases of a node, in the order of the file; skip malformed lines."""
     for event in read_events(node_directory(job_dir, node_rank) / PHASES, _MAX_PHASES):
-        try:
-            rank = event.get("rank")
-            yield PhaseBegin(
-                Phase(event["phase"]),
-                None if rank is None else int(rank),
-                restart=int(event["restart"]),
-                attempt=int(event["attempt"]),
-                time=float(event["time"]),
-                monotonic=float(event["monotonic"]),
-                detail=str(event.get("detail", ""))[:200],
-            )
-        except (KeyError, TypeError, ValueError, OverflowError):
-            continue
+        with contextlib.suppress(ValueError):  # another program wrote the line
+            yield codec.read(PhaseBegin, event)
 
 
 def add_environment(

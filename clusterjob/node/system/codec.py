@@ -16,7 +16,7 @@ from dataclasses import MISSING, dataclass, fields, is_dataclass
 from typing import Any, TypeVar
 
 _NAME = "type"  # the key of the message's name; no message may have a field of this name
-_MAX_SECONDS = 1e9
+_MAX_SECONDS = 1e11  # also for times since the epoch
 _SHOWN = 80  # characters of a wrong value in an error
 _T = TypeVar("_T")
 
