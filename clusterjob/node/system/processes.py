@@ -1,7 +1,6 @@
-"""Query and control processes: state, environment, descendants, signals, OOM kills, memory.
+"""Query and control processes of Linux: state, environment, descendants, signals, OOM kills.
 
-Linux only, except `StderrTail`, which a submitter needs too. Sources:
-prctl(2), proc(5). PR_SET_PDEATHSIG fires when the THREAD that forked exits, so long-lived
+Sources: prctl(2), proc(5). PR_SET_PDEATHSIG fires when the THREAD that forked exits, so long-lived
 processes are started from main threads only.
 """
 
@@ -15,13 +14,12 @@ import re
 import signal
 import struct
 import sys
-import threading
 import time
 import zlib
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 from clusterjob.errors import UsageError
 from clusterjob.node.system import files
@@ -29,10 +27,6 @@ from clusterjob.node.system import files
 _NOTE = struct.Struct("II")  # the length and the checksum of a shared note
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
-_MAX_STDERR = 1 << 14  # bytes that `StderrTail` keeps; the process may write without end
-_MAX_LINE = 300  # characters
-# srun says so of each --cpu-bind=none without the plugin task/affinity, also with --quiet.
-_NO_REASON = "srun: cluster configuration lacks support for cpu binding\n"
 
 
 def require_linux(what: str) -> None:
@@ -413,35 +407,6 @@ def memory_cgroups(root: str = "") -> Iterator[Path]:
             top = f"{root}/sys/fs/cgroup{'/memory' if controllers else ''}"
             group = Path(f"{top}{path}")
             yield from (each for each in (group, *group.parents) if str(each).startswith(top))
-
-
-class StderrTail:
-    """Keeps the end of a child's stderr; a thread reads it, so that the child never blocks.
-
-    Args:
-        stream: the stream; it is closed at its end.
-    """
-
-    def __init__(self, stream: IO[bytes]) -> None:
-        self._kept = b""
-        self._stream = stream
-        self._thread = threading.Thread(target=self._read, name="clusterjob-stderr", daemon=True)
-        self._thread.start()
-
-    def last_line(self, timeout: float) -> str:
-        """Return the last line that is not empty, at most 300 characters.
-
-        Args:
-            timeout: seconds to wait for the end of the stream; another process may keep it open.
-        """
-        self._thread.join(timeout)
-        text = self._kept.decode(errors="replace").replace(_NO_REASON, "").strip()
-        return text.rpartition("\n")[2].strip()[:_MAX_LINE]
-
-    def _read(self) -> None:
-        with self._stream:
-            while part := os.read(self._stream.fileno(), 1 << 16):
-                self._kept = (self._kept + part)[-_MAX_STDERR:]
 
 
 class SharedNote:
