@@ -13,9 +13,19 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
-from typing import TYPE_CHECKING, ClassVar, Protocol, cast, overload, runtime_checkable
+from typing import (
+    TYPE_CHECKING,
+    Annotated,
+    Any,
+    ClassVar,
+    Protocol,
+    cast,
+    overload,
+    runtime_checkable,
+)
 
 from clusterjob.errors import UnknownCluster
+from clusterjob.node.system.codec import Limit
 
 if TYPE_CHECKING:
     from clusterjob.core.byte_link import ByteLink
@@ -25,11 +35,11 @@ if TYPE_CHECKING:
     from clusterjob.core.records import Handle, Record
     from clusterjob.core.spec import JobSpec
     from clusterjob.doctor.engine import Check
-    from clusterjob.node.logs.events import Straggler
     from clusterjob.node.verdict import JobState, Verdict
     from clusterjob.remote.fetch import Fetched
 
 ENTRY_POINTS = "clusterjob.backends"
+_Rank = Annotated[int, Limit(1 << 24)]
 
 _BUILTIN: Mapping[str, str] = {
     "local": "clusterjob.backends.local.backend:LocalBackend",
@@ -77,6 +87,34 @@ class JobProgress:
     total: int = 0
     detail: str = ""
     seconds: float | None = None
+
+
+@dataclass(frozen=True)
+class Straggler:
+    """One straggler; the details of an event `events.STRAGGLING`.
+
+    Attributes:
+        rank, node_rank, host: the rank.
+        waited_s: seconds for which the others wait for it in each step.
+        step_s: the length of a step in seconds.
+    """
+
+    rank: _Rank
+    node_rank: _Rank
+    host: Annotated[str, Limit(200, cuts=True)]
+    waited_s: float
+    step_s: float
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the straggler for a user's program."""
+        return {
+            "rank": self.rank,
+            "node": self.node_rank,
+            "host": self.host,
+            "waited_s": round(self.waited_s, 4),
+            "step_s": round(self.step_s, 4),
+            "share": round(self.waited_s / self.step_s, 3),
+        }
 
 
 @dataclass(frozen=True)

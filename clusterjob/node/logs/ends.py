@@ -59,8 +59,6 @@ _MAX_REFUSAL = 1 << 20  # maximum bytes of a refusal
 _HOST = re.compile(r"[A-Za-z0-9._-]{1,253}")
 _EXIT_CODE = re.compile(r"\d{1,3}", re.ASCII)
 _NODE_END = re.compile(r"node(?P<node>\d{1,9})(?:\.attempt(?P<attempt>\d{1,9}))?\.json", re.ASCII)
-_NEXT = re.compile(r"next\.(\d{1,9})", re.ASCII)
-_JOB_NUMBER = re.compile(r"\d{1,11}", re.ASCII)
 
 
 def directory(job_dir: Path) -> Path:
@@ -149,21 +147,6 @@ def warning_file(job_dir: Path, attempt: int) -> Path:
     Processes that no forkserver started poll it.
     """
     return directory(job_dir) / f"warned.{attempt}"
-
-
-def next_job(job_dir: Path) -> tuple[str, float] | None:
-    """Return the id and time of the newest job in the scheduler that continues this one.
-
-    None if the job has the id of its first attempt.
-    """
-    matches = map(_NEXT.fullmatch, files.listed(str(directory(job_dir))))
-    newest = max((int(match[1]) for match in matches if match is not None), default=-1)
-    path = directory(job_dir) / f"next.{newest}"
-    with contextlib.suppress(OSError, ValueError):
-        number = files.read_regular(path, 64).decode(errors="replace").strip()
-        if _JOB_NUMBER.fullmatch(number):
-            return number, path.stat().st_mtime
-    return None
 
 
 def write(job_dir: Path, node_rank: int, end: dict[str, Any]) -> None:

@@ -1,7 +1,7 @@
 """Write and read what a job records while it runs: files with one JSON object per line.
 
 - ``events.jsonl``: the events of the job, each with wall-clock and monotonic time. The coordinator
-  writes them. `ended_rounds` and `note_straggler` read them.
+  writes them. `ended_rounds` and `clusterjob.backends.job_progress` read them.
 - ``logs/node<k>/phases.jsonl``: the begins of the phases of a node and of its ranks. The rank of
   the node is null.
 - ``logs/node<k>/environment.jsonl``: for each attempt what ``clusterjob env`` shows, and the
@@ -19,8 +19,8 @@ import os
 import re
 import sys
 import time
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Annotated, Any
@@ -30,7 +30,6 @@ from clusterjob.node.logs.log_files import node_directory, open_regular
 from clusterjob.node.system import codec, files
 from clusterjob.node.system.codec import Limit
 from clusterjob.node.system.files import Appender
-from clusterjob.node.system.sanitize import sanitize
 from clusterjob.node.verdict import FailureKind, RoundEnd, Word, bounded
 
 ROUND_ENDED = "round_ended"  # the event; its other fields are those of `RoundEnd`
@@ -38,8 +37,6 @@ ROUND_ENDED = "round_ended"  # the event; its other fields are those of `RoundEn
 # every 10 minutes; and when the rank is no longer late.
 STRAGGLING, CAUGHT_UP = "straggling", "caught_up"
 _MAX_ROUNDS = 1000  # rounds that are collected before the middle ones are dropped
-_MAX_NAMED = 3  # ranks that a text names
-_MAX_STRAGGLERS = 64  # that are kept of a job; a host may forge events
 _MAX_PHASES = 16 << 20  # bytes to read of a file: the phases of hundreds of rounds
 _TORCH = re.compile(r"^(?:__version__|(cuda|hip))\b[^=\n]*= '([^'\n]{1,60})'", re.MULTILINE)
 _DRIVER = Path("/sys/module/nvidia/version")
@@ -257,70 +254,3 @@ def read_environments(job_dir: Path, node_rank: int) -> Iterator[dict[str, Any]]
     for line in read_events(node_directory(job_dir, node_rank) / ENVIRONMENT):
         if isinstance(line.get("detected"), dict) and isinstance(line.get("versions"), dict):
             yield line
-
-
-@dataclass(frozen=True)
-class Straggler:
-    """One straggler; the details of an event `STRAGGLING`.
-
-    Attributes:
-        rank, node_rank, host: the rank.
-        waited_s: seconds for which the others wait for it in each step.
-        step_s: the length of a step in seconds.
-    """
-
-    rank: _Rank
-    node_rank: _Rank
-    host: Annotated[str, Limit(200, cuts=True)]
-    waited_s: float
-    step_s: float
-
-    def to_json(self) -> dict[str, Any]:
-        """Return the straggler for a user's program."""
-        return {
-            "rank": self.rank,
-            "node": self.node_rank,
-            "host": self.host,
-            "waited_s": round(self.waited_s, 4),
-            "step_s": round(self.step_s, 4),
-            "share": round(self.waited_s / self.step_s, 3),
-        }
-
-
-def note_straggler(known: dict[int, Straggler], event: Mapping[str, Any]) -> None:
-    """Change the stragglers of a job, by rank, as its next event says."""
-    kind, rank = event.get("event"), event.get("rank")
-    if kind == STRAGGLING and len(known) < _MAX_STRAGGLERS:
-        with contextlib.suppress(ValueError):  # another program wrote the event
-            found = codec.read(Straggler, event)
-            if found.waited_s <= found.step_s and found.step_s:
-                known[found.rank] = replace(found, host=sanitize(found.host))
-    elif kind == CAUGHT_UP and type(rank) is int:
-        known.pop(rank, None)
-    elif kind in ("started", "stop", "ended"):
-        known.clear()
-
-
-def job_stragglers(job_dir: Path) -> tuple[Straggler, ...]:
-    """Return all stragglers of the newest round of a job, as they were told the last time."""
-    known: dict[int, Straggler] = {}
-    for event in read_job_events(job_dir):
-        if event.get("event") in ("started", STRAGGLING):
-            note_straggler(known, event)
-    return tuple(known[rank] for rank in sorted(known))
-
-
-def straggler_lines(stragglers: Iterable[Straggler]) -> list[str]:
-    """Return one line for each straggler, the worst one first."""
-    return [
-        f"rank {each.rank} (node {each.node_rank}, {each.host}): the others wait"
-        f" {round(each.waited_s, 3):g} s of each {round(each.step_s, 3):g} s step for it"
-        for each in sorted(stragglers, key=lambda each: each.waited_s, reverse=True)
-    ]
-
-
-def straggler_text(stragglers: Iterable[Straggler]) -> str:
-    """Return the stragglers as one line; empty without one."""
-    found = straggler_lines(stragglers)
-    more = [f"{len(found) - _MAX_NAMED} more ranks"] if len(found) > _MAX_NAMED else []
-    return "; ".join([*found[:_MAX_NAMED], *more])
