@@ -12,10 +12,8 @@ import mmap
 import os
 import re
 import signal
-import struct
 import sys
 import time
-import zlib
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -24,7 +22,6 @@ from typing import Any
 from clusterjob.errors import UsageError
 from clusterjob.node.system import files
 
-_NOTE = struct.Struct("II")  # the length and the checksum of a shared note
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
 
@@ -413,8 +410,7 @@ class SharedNote:
     """A JSON object in memory that a process shares with the processes that it forks.
 
     It outlives the process that wrote it. There are two places for it, in turn: if the writer is
-    killed while it writes, or another process reads at that moment, the value before is still
-    there.
+    killed while it writes, the value before is still there.
 
     Args:
         size: maximum bytes of the value; a larger value is not written.
@@ -422,29 +418,24 @@ class SharedNote:
 
     def __init__(self, size: int = 1 << 20) -> None:
         self._size = size
-        # Anonymous: no descriptor that a worker could inherit. Unused pages need no memory.
-        self._memory = mmap.mmap(-1, 2 * size)
+        # The first byte counts the values. Anonymous: no descriptor that a worker could inherit.
+        self._memory = mmap.mmap(-1, 1 + 2 * size)
+        self.write({})
 
     def write(self, value: dict[str, Any]) -> None:
         """Replace the value."""
-        number = self._newest()[0] + 1
-        data = json.dumps([number, value]).encode()
-        if _NOTE.size + len(data) <= self._size:
-            place = number % 2 * self._size
-            end = place + _NOTE.size + len(data)
-            self._memory[place:end] = _NOTE.pack(len(data), zlib.crc32(data)) + data
+        data = json.dumps(value).encode() + b"\n"
+        number = (self._memory[0] + 1) % 256
+        begin = 1 + number % 2 * self._size
+        if len(data) <= self._size:
+            self._memory[begin : begin + len(data)] = data
+            self._memory[0] = number
 
     def read(self) -> dict[str, Any]:
-        """Return the last value that was written completely; empty if there is none."""
-        return self._newest()[1]
-
-    def _newest(self) -> tuple[int, dict[str, Any]]:
-        found: list[tuple[int, dict[str, Any]]] = [(0, {})]
-        for place in (0, self._size):
-            length, checksum = _NOTE.unpack_from(self._memory, place)
-            begin = place + _NOTE.size
-            data = self._memory[begin : begin + length]
-            if data and checksum == zlib.crc32(data):
-                number, value = json.loads(data)
-                found.append((number, value))
-        return max(found, key=lambda each: each[0])
+        """Return the last value that was written completely."""
+        while True:
+            number = self._memory[0]
+            begin = 1 + number % 2 * self._size
+            data = self._memory[begin : self._memory.find(b"\n", begin)]
+            if number == self._memory[0]:  # else the writer has been here meanwhile
+                return json.loads(data)  # type: ignore[no-any-return]
