@@ -328,14 +328,12 @@ def signal_name(number: int) -> str:
 
 
 def signal_number(name: str) -> int:
-    """Return the number of a signal that a process can handle, such as SIGUSR1, usr1 or 10.
+    """Return the number of a signal that a process can handle, such as SIGUSR1 or usr1.
 
     Raises:
         ValueError: there is no such signal, or no process can handle it.
     """
     found = signal.Signals.__members__.get(f"SIG{name.upper().removeprefix('SIG')}")
-    if found is None and name.isascii() and name.isdigit():
-        found = next((each for each in signal.Signals if each == int(name[:4])), None)
     if found is None or found in (signal.SIGKILL, signal.SIGSTOP):
         raise ValueError(f"{name[:40]!r} is not a signal that a script can handle")
     return found
