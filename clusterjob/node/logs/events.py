@@ -247,10 +247,3 @@ def versions() -> dict[str, str]:
     with contextlib.suppress(OSError):
         found["NVIDIA driver"] = _DRIVER.read_text().strip()
     return found
-
-
-def read_environments(job_dir: Path, node_rank: int) -> Iterator[dict[str, Any]]:
-    """Yield the recorded environments of a node, the oldest first; skip malformed lines."""
-    for line in read_events(node_directory(job_dir, node_rank) / ENVIRONMENT):
-        if isinstance(line.get("detected"), dict) and isinstance(line.get("versions"), dict):
-            yield line
