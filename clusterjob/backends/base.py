@@ -13,9 +13,19 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Protocol, cast, overload, runtime_checkable
+from typing import (
+    TYPE_CHECKING,
+    Annotated,
+    Any,
+    ClassVar,
+    Protocol,
+    cast,
+    overload,
+    runtime_checkable,
+)
 
 from clusterjob.errors import UnknownCluster
+from clusterjob.node.system.codec import Limit
 
 if TYPE_CHECKING:
     from clusterjob.core.capabilities import Capability
@@ -24,11 +34,11 @@ if TYPE_CHECKING:
     from clusterjob.core.records import Handle, Record
     from clusterjob.core.spec import JobSpec
     from clusterjob.doctor.engine import Check
-    from clusterjob.node.logs.events import Straggler
     from clusterjob.node.verdict import JobState, Verdict
     from clusterjob.remote.fetch import Fetched
 
 ENTRY_POINTS = "clusterjob.backends"
+_Rank = Annotated[int, Limit(1 << 24)]
 
 _BUILTIN: Mapping[str, str] = {
     "local": "clusterjob.backends.local.backend:LocalBackend",
@@ -76,6 +86,34 @@ class JobProgress:
     total: int = 0
     detail: str = ""
     seconds: float | None = None
+
+
+@dataclass(frozen=True)
+class Straggler:
+    """One straggler; the details of an event `events.STRAGGLING`.
+
+    Attributes:
+        rank, node_rank, host: the rank.
+        waited_s: seconds for which the others wait for it in each step.
+        step_s: the length of a step in seconds.
+    """
+
+    rank: _Rank
+    node_rank: _Rank
+    host: Annotated[str, Limit(200, cuts=True)]
+    waited_s: float
+    step_s: float
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the straggler for a user's program."""
+        return {
+            "rank": self.rank,
+            "node": self.node_rank,
+            "host": self.host,
+            "waited_s": round(self.waited_s, 4),
+            "step_s": round(self.step_s, 4),
+            "share": round(self.waited_s / self.step_s, 3),
+        }
 
 
 @dataclass(frozen=True)
@@ -310,15 +348,6 @@ class Foreground(Protocol):
     """
 
     stdin: int | None
-
-    def reads_terminal(self, record: Record) -> bool:
-        """Return whether a worker of a job reads from this process's terminal."""
-
-    def interrupt_prompt(self, record: Record) -> bool:
-        """Interrupt the worker that reads from this process's terminal, if there is one.
-
-        Returns True if there is such a worker.
-        """
 
 
 class _Names(Sequence[str]):

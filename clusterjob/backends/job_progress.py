@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from clusterjob.backends.base import JobPhase, JobProgress, Status
+from clusterjob.backends.base import JobPhase, JobProgress, Status, Straggler
 from clusterjob.core.records import Handle
-from clusterjob.node.logs.events import Straggler, note_straggler, now, read_job_events
+from clusterjob.node.logs.events import CAUGHT_UP, STRAGGLING, now, read_job_events
 from clusterjob.node.logs.job_dir import AGENT_LOG, LOGS, SLURM_LOG
 from clusterjob.node.logs.log_files import last_lines, node_directory
+from clusterjob.node.system import codec
+from clusterjob.node.system.sanitize import sanitize
 from clusterjob.node.verdict import JobState
 
 # A line of templates/python-env.sh.j2.
@@ -23,6 +26,8 @@ _MAX_CLOCK = 1e12  # seconds; no machine runs that long
 _MAX_COUNT = 1 << 24  # ranks or nodes
 _MAX_NODES = 1 << 16  # nodes that are told apart
 _MAX_DETAIL = 300  # characters
+_MAX_NAMED = 3  # ranks that a text names
+_MAX_STRAGGLERS = 64  # that are kept of a job; a host may forge events
 
 
 class Progress(NamedTuple):
@@ -234,3 +239,42 @@ def _preparing(job_dir: Path) -> str:
             if match := _PREPARING.fullmatch(line):
                 return match[1]
     return ""
+
+
+def note_straggler(known: dict[int, Straggler], event: Mapping[str, Any]) -> None:
+    """Change the stragglers of a job, by rank, as its next event says."""
+    kind, rank = event.get("event"), event.get("rank")
+    if kind == STRAGGLING and len(known) < _MAX_STRAGGLERS:
+        with contextlib.suppress(ValueError):  # another program wrote the event
+            found = codec.read(Straggler, event)
+            if found.waited_s <= found.step_s and found.step_s:
+                known[found.rank] = replace(found, host=sanitize(found.host))
+    elif kind == CAUGHT_UP and type(rank) is int:
+        known.pop(rank, None)
+    elif kind in ("started", "stop", "ended"):
+        known.clear()
+
+
+def job_stragglers(job_dir: Path) -> tuple[Straggler, ...]:
+    """Return all stragglers of the newest round of a job, as they were told the last time."""
+    known: dict[int, Straggler] = {}
+    for event in read_job_events(job_dir):
+        if event.get("event") in ("started", STRAGGLING):
+            note_straggler(known, event)
+    return tuple(known[rank] for rank in sorted(known))
+
+
+def straggler_lines(stragglers: Iterable[Straggler]) -> list[str]:
+    """Return one line for each straggler, the worst one first."""
+    return [
+        f"rank {each.rank} (node {each.node_rank}, {each.host}): the others wait"
+        f" {round(each.waited_s, 3):g} s of each {round(each.step_s, 3):g} s step for it"
+        for each in sorted(stragglers, key=lambda each: each.waited_s, reverse=True)
+    ]
+
+
+def straggler_text(stragglers: Iterable[Straggler]) -> str:
+    """Return the stragglers as one line; empty without one."""
+    found = straggler_lines(stragglers)
+    more = [f"{len(found) - _MAX_NAMED} more ranks"] if len(found) > _MAX_NAMED else []
+    return "; ".join([*found[:_MAX_NAMED], *more])

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import sys
-import time
-from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from clusterjob.cli.output import print_message
@@ -14,8 +11,6 @@ from clusterjob.core.live import live
 if TYPE_CHECKING:
     from clusterjob.backends.base import Status
 
-_ASK_INTERVAL = 1.0  # seconds between two checks whether a rank reads from the terminal
-
 
 class LiveProgress:
     """The phase of one followed job.
@@ -23,21 +18,16 @@ class LiveProgress:
     Args:
         prints_phases: whether each phase is printed as a line if there is no terminal; otherwise
             only reasons are.
-        reads_terminal: returns whether a rank reads from this terminal; it then gets the line.
     """
 
-    def __init__(self, *, prints_phases: bool, reads_terminal: Callable[[], bool]) -> None:
+    def __init__(self, *, prints_phases: bool) -> None:
         self._prints_phases = prints_phases
-        self._reads_terminal = reads_terminal
         self._clock = PhaseClock()
         self._printed: set[str] = set()
-        self._waits_for_keys = False
-        self._asked_at = 0.0
 
     def hear(self) -> None:
         """Note that output of the job was printed."""
         self._clock.hear()
-        self._waits_for_keys = False
 
     def update(self, status: Status, *, has_open_lines: bool) -> None:
         """Show the phase of the job.
@@ -55,16 +45,7 @@ class LiveProgress:
         if status.reason not in text:  # such as why the workers are not forked
             self._print_once(status.reason, status.reason)
         if not has_open_lines:
-            live.show([] if self._is_read() else [text])
-
-    def _is_read(self) -> bool:
-        """Return whether a rank reads from the terminal: what is typed must stay visible."""
-        if not sys.stdin or not sys.stdin.isatty():
-            return False
-        if not self._waits_for_keys and time.monotonic() >= self._asked_at + _ASK_INTERVAL:
-            self._asked_at = time.monotonic()
-            self._waits_for_keys = self._reads_terminal()
-        return self._waits_for_keys
+            live.show([text])
 
     def _print(self, status: Status) -> None:
         """Print the phase, or why the job waits, unless it was printed before."""

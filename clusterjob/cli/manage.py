@@ -43,12 +43,12 @@ def status(
 
     With --watch, the command ends when the named jobs have ended.
     """
+    from clusterjob.backends import job_progress
     from clusterjob.cli import efficiency, job_table, output, tables
     from clusterjob.core import polling
     from clusterjob.core.listing import row_of
     from clusterjob.core.records import Records
     from clusterjob.insight import silence, stragglers
-    from clusterjob.node.logs import events
 
     if as_json and watch:
         raise UsageError("--json and --watch are both given", "--json prints all fields once")
@@ -79,7 +79,7 @@ def status(
         for record, now in pairs:
             if text := silence.hint(record, now):
                 output.print_message(f"job {record.job_id}: {text}")
-            if text := events.straggler_text(now.stragglers):
+            if text := job_progress.straggler_text(now.stragglers):
                 output.print_message(f"job {record.job_id}: {text}")
         if ids:
             output.print_verdicts(pairs)

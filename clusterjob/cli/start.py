@@ -119,8 +119,8 @@ def run(ctx: typer.Context, **flags: Any) -> int:
     """Start a job, show its output, and exit with its exit code.
 
     Ctrl-C interrupts the workers, which have --grace seconds to save and exit. A second Ctrl-C
-    stops them at once. At a prompt of rank 0, such as pdb's, Ctrl-C interrupts only the prompt.
-    If this command is killed, a job of the local cluster ends too; other jobs continue.
+    stops them at once. If this command is killed, a job of the local cluster ends too; other jobs
+    continue.
     """
     _show_beginning()
     from clusterjob.cli import output, watch
@@ -130,14 +130,11 @@ def run(ctx: typer.Context, **flags: Any) -> int:
     _print_notes(plan)
     record = _submit(plan, cluster, detach=False, follow=True, stdin=_own_stdin())
     show = None
-    while True:
-        try:
-            show = show or watch.until_end(record)
-            return show()
-        except KeyboardInterrupt:
-            if not jobs.interrupt_prompt(record):
-                break
-    show = show or watch.until_end(record)
+    try:
+        show = watch.until_end(record)
+        return show()
+    except KeyboardInterrupt:
+        show = show or watch.until_end(record)
     try:
         if jobs.interrupt(record):
             output.print_message(f"interrupting {record.job_id}; Ctrl-C again stops it at once")

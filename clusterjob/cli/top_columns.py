@@ -8,6 +8,7 @@ from typing import Any, TypeVar
 
 from rich.text import Text
 
+from clusterjob.backends import job_progress
 from clusterjob.cli.phase_text import phase_text
 from clusterjob.cli.top_table import Column
 from clusterjob.core.record_index import ListRow
@@ -15,7 +16,6 @@ from clusterjob.core.times import show_age, show_duration
 from clusterjob.insight.live_jobs import JobNow, Snapshot
 from clusterjob.insight.live_node import NodeNow, RankNow
 from clusterjob.insight.silence import LONG
-from clusterjob.node.logs import events
 from clusterjob.node.system.sanitize import sanitize
 
 _SILENT, _TOO_SILENT = 60.0, LONG  # seconds without output that are marked
@@ -314,7 +314,7 @@ def _matter(job: JobNow) -> Text:
         return Text.assemble((sanitize(verdict.reason.partition("\n")[0]), "red"))
     reason = sanitize(status.reason.partition("\n")[0]) if status is not None else ""
     if status is not None and status.stragglers:
-        reason = events.straggler_text(status.stragglers) + (reason and f"; {reason}")
+        reason = job_progress.straggler_text(status.stragglers) + (reason and f"; {reason}")
     quiet = min((node.quiet for node in job.nodes if node.quiet is not None), default=0.0)
     if quiet >= _TOO_SILENT:
         reason = f"no output for {_short_time(quiet)}: t shows the stacks" + (

@@ -13,7 +13,7 @@ from clusterjob.backends.base import Status
 from clusterjob.cli import output
 from clusterjob.cli.live_progress import LiveProgress
 from clusterjob.cli.output import LogPrinter, print_end, print_verdict
-from clusterjob.core import job_parts, jobs, polling
+from clusterjob.core import job_parts, polling
 from clusterjob.core.live import live
 from clusterjob.core.records import Record, Records
 from clusterjob.errors import UsageError
@@ -88,9 +88,7 @@ class Watch:
         self._holds = not raw and (filters.ranks, filters.nodes, filters.grep) == (None,) * 3
         self._held: list[LogLine] = []
         self._held_since = 0.0
-        self._progress = LiveProgress(
-            prints_phases=prints_phases, reads_terminal=lambda: jobs.reads_terminal(record)
-        )
+        self._progress = LiveProgress(prints_phases=prints_phases)
 
     def so_far(self, tail: int | None, *, follow: bool) -> None:
         """Show the output so far, or its last `tail` lines; say if the job has not started.

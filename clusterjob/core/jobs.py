@@ -324,21 +324,6 @@ def _cancel(
                 on_error(record, error)
 
 
-def interrupt_prompt(record: Record) -> bool:
-    """Interrupt the worker that reads from this terminal, such as at a debugger's prompt.
-
-    Return False if there is no such worker.
-    """
-    backend = base.instance(record.backend)
-    return isinstance(backend, Foreground) and backend.interrupt_prompt(record)
-
-
-def reads_terminal(record: Record) -> bool:
-    """Return whether a worker of the job reads from this process's terminal, as at a prompt."""
-    backend = base.instance(record.backend)
-    return isinstance(backend, Foreground) and backend.reads_terminal(record)
-
-
 def interrupt(record: Record) -> bool:
     """Interrupt a job's workers as Ctrl-C does; return False if it can only be cancelled."""
     backend = base.instance(record.backend)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import os
 import re
 import subprocess
 import threading
@@ -12,7 +13,7 @@ from collections.abc import Collection
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeVar
+from typing import IO, TYPE_CHECKING, TypeVar
 
 from clusterjob.core import inside, job_parts, polling
 from clusterjob.core.records import Record
@@ -22,7 +23,6 @@ from clusterjob.node.logs import log_files
 from clusterjob.node.logs.events import read_job_events
 from clusterjob.node.logs.job_dir import LOGS
 from clusterjob.node.stacks.grouping import RankStack
-from clusterjob.node.system.processes import StderrTail
 from clusterjob.node.system.sanitize import sanitize
 from clusterjob.remote.pool import in_background
 
@@ -34,6 +34,7 @@ _TIMEOUT = 60.0  # seconds for a node; Slurm may need long to start a step
 _LAGGARD = 10.0  # seconds for the other nodes after the last one that has answered
 _MAX_BYTES = 64 << 20  # of the answer of a node, or of a file
 _MAX_RANKS = 256  # of a node
+_MAX_STDERR, _MAX_LINE = 1 << 14, 300  # kept bytes of a node's stderr; characters of its last line
 _SAVED = re.compile(r"stacks(?:\.attempt(\d{1,9}))?(?:\.restart(\d{1,9}))?\.json", re.ASCII)
 
 
@@ -166,7 +167,7 @@ def _of_node(
     assert process.stdout is not None
     assert process.stderr is not None
     with process:
-        errors, process.stderr = StderrTail(process.stderr), None
+        errors, process.stderr = _StderrTail(process.stderr), None
         data = process.stdout.read(_MAX_BYTES)
         process.terminate()
     _, marker, text = data.partition(MARKER)
@@ -179,6 +180,27 @@ def _of_node(
     # Each node speaks for itself alone.
     own = [replace(each, node_rank=node, host=sanitize(answer.host)) for each in answer.ranks]
     return replace(answer, ranks=own)
+
+
+class _StderrTail:
+    """Keeps the end of a child's stderr; a thread reads it, so that the child never blocks."""
+
+    def __init__(self, stream: IO[bytes]) -> None:
+        self._kept = b""
+        self._stream = stream
+        self._thread = threading.Thread(target=self._read, name="clusterjob-stderr", daemon=True)
+        self._thread.start()
+
+    def last_line(self, timeout: float) -> str:
+        """Return the last line that is not empty; another process may keep the stream open."""
+        self._thread.join(timeout)
+        text = self._kept.decode(errors="replace").strip()
+        return text.rpartition("\n")[2].strip()[:_MAX_LINE]
+
+    def _read(self) -> None:
+        with self._stream:
+            while part := os.read(self._stream.fileno(), 1 << 16):
+                self._kept = (self._kept + part)[-_MAX_STDERR:]
 
 
 def _decoded(data: bytes, type_: type[_T], problem: str) -> _T:

@@ -5,10 +5,9 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
-from clusterjob.backends.base import Status
+from clusterjob.backends.base import Status, Straggler
 from clusterjob.insight import sample_files
 from clusterjob.node.logs import log_files
-from clusterjob.node.logs.events import Straggler
 from clusterjob.node.metrics import stragglers
 from clusterjob.node.metrics.stragglers import Wait
 

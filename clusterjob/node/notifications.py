@@ -29,6 +29,7 @@ import re
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -42,7 +43,6 @@ from clusterjob.node.environments import this_node
 from clusterjob.node.logs import ends
 from clusterjob.node.logs.job_dir import ELEMENTS, NOTIFIED
 from clusterjob.node.system import files, private_dirs, processes
-from clusterjob.node.system.processes import StderrTail
 from clusterjob.node.system.sanitize import sanitize
 from clusterjob.node.verdict import Failure, JobState, Verdict
 
@@ -65,6 +65,7 @@ _SENDER = (
 _PAUSES = (0.0, 1.0, 2.0, 4.0)  # seconds before each attempt
 _REFUSED_TIMEOUT = 15  # seconds that node 0's script waits, which has no agent that ends this
 _COMMAND_TIMEOUT = 30.0  # seconds
+_MAX_ERROR = 1 << 12  # bytes that are read from the end of what the command wrote on stderr
 _MAX_TEXT = 500  # characters of an error
 _TYPES = {START: "info", END: "success", FAILURE: "failure", REQUEUE: "warning"}  # of apprise
 # No redirects: a POST that follows one becomes a GET without the message. An older apprise lacks
@@ -267,23 +268,23 @@ def _run(command: str, event: Event) -> str:
         f"CLUSTERJOB_NOTIFY_{name.upper()}": "" if value is None else str(value)
         for name, value in event.items()
     }
-    process = subprocess.Popen(
-        ["bash", "-c", command],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.PIPE,
-        env=os.environ | variables,
-        start_new_session=True,
-    )
-    assert process.stderr is not None
-    errors, process.stderr = StderrTail(process.stderr), None
-    try:
-        process.communicate(json.dumps(event).encode(), _COMMAND_TIMEOUT)
-    except subprocess.TimeoutExpired:
-        os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
-        return f"it did not end within {_COMMAND_TIMEOUT:g} s"
-    last = errors.last_line(0.5)
+    with tempfile.TemporaryFile() as errors:  # a process that it leaves behind may keep it open
+        process = subprocess.Popen(
+            ["bash", "-c", command],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.DEVNULL,
+            stderr=errors,
+            env=os.environ | variables,
+            start_new_session=True,
+        )
+        try:
+            process.communicate(json.dumps(event).encode(), _COMMAND_TIMEOUT)
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+            return f"it did not end within {_COMMAND_TIMEOUT:g} s"
+        errors.seek(max(0, errors.tell() - _MAX_ERROR))
+        last = errors.read().decode(errors="replace").strip().rpartition("\n")[2]
     error = f"exit code {process.returncode}{f': {last}' if last else ''}"
     return short(error) if process.returncode else ""
 

@@ -215,7 +215,7 @@ def test_disk_full_at_start_is_told_with_the_verdict(
     job.dir = disk / "job"
     job.run(job.script("print('a line for which there is no room', flush=True)"))
     told = job.stderr(job.agents[0])
-    why = f"the disk of {job.dir} is full, so output may be missing"
+    why = f"{job.dir} cannot be written: No space left on device, so output may be missing"
     assert f"SUCCEEDED: {why} (not recorded: No space left on device)\n" in told
     assert "output of rank0.out is lost: No space left on device" in told
 
@@ -350,7 +350,8 @@ def test_lost_job_on_full_disk_is_reported_with_reason(
     kill_all(own_processes())
     done = command(work, "wait", job_id, code=1)
     assert "LOST" in done.stderr
-    assert f"the disk of {disk / 'jobs' / job_id} is full" in done.stderr
+    why = f"{disk / 'jobs' / job_id} cannot be written: No space left on device"
+    assert why in done.stderr
 
 
 def test_large_verdict_fits_into_reserved_space(mount: Mount) -> None:

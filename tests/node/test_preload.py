@@ -127,7 +127,7 @@ def test_forkserver_without_the_promised_gpus_keeps_no_socket_of_the_store(
     server._no_gpus, server._table = "torch sees no GPU", offer.anonymous_file("table")
     listener = os.open(os.devnull, os.O_RDONLY)
     message = messages.StartRound(WORLD, {})
-    socket.send_fds(near, [messages.FROM_AGENT.encode_json(message)], [listener])
+    socket.send_fds(near, [messages.FROM_AGENT.encode(message)], [listener])
     before = len(os.listdir("/proc/self/fd"))
     with monkeypatch.context() as patch:
         patch.setattr(processes, "fork", lambda _: 0)

@@ -174,11 +174,10 @@ FALSE: dict[str, Any] = {
 class AnyMessage(Codec):
     """A codec that also sends dictionaries, without a check."""
 
-    def encode(self, message: Any) -> dict[str, Any]:
-        return message if isinstance(message, dict) else messages.FROM_AGENT.encode(message)
-
-    def encode_json(self, message: Any) -> bytes:
-        return json.dumps(self.encode(message)).encode()
+    def encode(self, message: Any) -> bytes:
+        if isinstance(message, dict):
+            return json.dumps(message).encode()
+        return messages.FROM_AGENT.encode(message)
 
 
 async def join_and_send(

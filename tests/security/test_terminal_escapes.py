@@ -167,7 +167,7 @@ from clusterjob.backends.base import JobPhase, JobProgress, Status
 from clusterjob.cli.live_progress import LiveProgress
 from clusterjob.core.live import live
 from clusterjob.node.verdict import JobState
-progress = LiveProgress(prints_phases=True, reads_terminal=lambda: False)
+progress = LiveProgress(prints_phases=True)
 text = {HOSTILE!r}
 progress.update(Status(JobState.PENDING, text), has_open_lines=False)
 stop = JobProgress(JobPhase.STOP, detail=text)

@@ -11,9 +11,10 @@ from pathlib import Path
 from launching import write_tree
 from written_job import GIB
 
+from clusterjob.backends.base import Straggler
 from clusterjob.core.records import Record
 from clusterjob.node.logs import ends, events
-from clusterjob.node.logs.events import Phase, PhaseBegin, PhaseLog, Straggler
+from clusterjob.node.logs.events import Phase, PhaseBegin, PhaseLog
 from clusterjob.node.logs.log_files import node_directory
 from clusterjob.node.metrics.samples import (
     Gpu,

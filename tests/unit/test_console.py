@@ -13,7 +13,7 @@ import pytest
 from launching import finish, start
 from procs import TEST_TIMEOUT
 
-from clusterjob.node.logs import console
+from clusterjob.backends.batch_command import log_stream
 
 CONSOLE_SCRIPT = """
 import sys, time
@@ -127,7 +127,7 @@ def test_numbered_lines_go_to_stdout_with_verdict_last(tmp_path: Path, locale: s
         start([sys.executable, "-c", CONSOLE_SCRIPT, "3", "show", "numbered"], tmp_path, extra_env)
     )
     assert (result.code, result.err) == (7, "")
-    lines = [console.parse_line(line) for line in result.out.splitlines()]
+    lines = [log_stream.parse_line(line) for line in result.out.splitlines()]
     assert [line and line.number for line in lines] == list(range(1, len(lines) + 1))
     found = [(line.kind, line.label, line.text.partition(" x")[0]) for line in lines if line]
     assert [text for kind, _, text in found if kind == "agent"] == [

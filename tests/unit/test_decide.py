@@ -1405,7 +1405,7 @@ def test_whatever_a_node_says_is_decided_without_an_error_and_without_haste(
         stage = cluster.decide(seconds)
         assert stage in (Stage.END, Stage.RESIGN) or cluster.due > cluster.now
         for order in cluster.orders().values():
-            data = json.loads(messages.FROM_COORDINATOR.encode_json(order))
+            data = json.loads(messages.FROM_COORDINATOR.encode(order))
             assert messages.FROM_COORDINATOR.decode(data) == order
 
 

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 from launching import write_tree
 
+from clusterjob.backends.slurm import status
 from clusterjob.node.logs import ends
 from clusterjob.node.system import files
 from clusterjob.node.verdict import JobState, Verdict
@@ -153,12 +154,12 @@ def test_end_of_hundreds_of_ranks_fits_into_its_reserve_without_their_usage(job_
 
 
 def test_newest_job_that_continues_is_read(job_dir: Path) -> None:
-    assert ends.next_job(job_dir) is None
+    assert status.next_job(job_dir) is None
     for attempt, text in ((2, "17\n"), (10, "4294901760\n")):
         (ends.directory(job_dir) / f"next.{attempt}").write_text(text)
     (ends.directory(job_dir) / "next.10.part").write_text("5\n")
-    found = ends.next_job(job_dir)
+    found = status.next_job(job_dir)
     assert found[0] == "4294901760"
     for text in ("--all\n", "x" * 100):  # not the script's
         (ends.directory(job_dir) / "next.11").write_text(text)
-        assert ends.next_job(job_dir) is None
+        assert status.next_job(job_dir) is None

@@ -36,15 +36,6 @@ def test_events_are_read_in_order_with_both_clocks(tmp_path: Path) -> None:
     assert len((tmp_path / "events.jsonl").read_text().splitlines()) == 2
 
 
-def test_long_texts_in_events_are_truncated(tmp_path: Path) -> None:
-    log = EventLog(tmp_path / "events.jsonl")
-    log.add("exec", node_rank=1, why="x" * 65_536)
-    log.add("missing", node_rank=1, workers=["\N{SNOWMAN}" * 65_536] * 256)
-    exec_event, missing = read_events(tmp_path / "events.jsonl")
-    assert (len(exec_event["why"]), exec_event["node_rank"]) == (4000, 1)
-    assert {len(text) for text in missing["workers"]} == {1000}
-
-
 @example("ended", {"reason": "one\u2028\u2029\x85\x0b\x0c\x1c\x1etwo"})
 @given(
     st.text(st.characters()),

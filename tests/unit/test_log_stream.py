@@ -21,6 +21,7 @@ from hypothesis import strategies as st
 from launching import finish, start
 from written_job import lines_of
 
+from clusterjob.backends.batch_command import log_stream
 from clusterjob.backends.batch_command.log_stream import LogStream
 from clusterjob.errors import ClusterJobError
 from clusterjob.node.logs import console, ends
@@ -179,7 +180,7 @@ def test_files_are_same_for_any_overlapping_pieces_of_log(data: st.DataObject, i
         assert log_contents(job_dir) == it.files
         assert stream.gaps == []
         assert stream.next_number == 1 + sum(
-            console.parse_line(line) is not None for line in it.lines
+            log_stream.parse_line(line) is not None for line in it.lines
         )
         assert (stream.verdict is not None) == it.ended
 
@@ -461,7 +462,7 @@ def test_concurrent_processes_write_each_line_once(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("line", ["5 [0]", "5 [0] ", "5 [0]\r", "5@1.0 [0]"])
 def test_lines_trimmed_by_platform_are_parsed(line: str) -> None:
-    found = console.parse_line(line)
+    found = log_stream.parse_line(line)
     assert (found.number, found.kind, found.label, found.text, found.more) == (
         5,
         "out",

@@ -132,7 +132,7 @@ def test_state_without_failures_takes_1_kib_and_256_bytes_a_worker(
     report.set(started=True, ended=True, step=2**40, sampled=10_000, measured="done")
     lines = ["rank 1 (node 1, local rank 1, host gpu1, pid 1): it sleeps in open (train.py:3)"]
     report.set(probed=answer_to(Probe(named), lines * min(workers, len(named)), []))
-    assert len(messages.FROM_AGENT.encode_json(report.now())) <= 1024 + 256 * workers
+    assert len(messages.FROM_AGENT.encode(report.now())) <= 1024 + 256 * workers
 
 
 def test_texts_of_a_failure_are_cut_to_4_kib_and_the_end_of_the_output_stays(
@@ -164,13 +164,13 @@ def test_report_of_many_long_failures_and_answers_fits_a_message() -> None:
     probe = Probe(tuple(range(300)))
     report.set(probed=answer_to(probe, ["x" * 1000] * 300, failures))
     state = report.now()
-    data = messages.FROM_AGENT.encode_json(state)
+    data = messages.FROM_AGENT.encode(state)
     assert len(data) < LINE_BYTES - 1000
     assert len(state.probed.failures) > 16
     assert state.failing[0].failure.last_lines
 
 
-WIRE = messages.FROM_AGENT.encode(FULL)
+WIRE = json.loads(messages.FROM_AGENT.encode(FULL))
 
 
 def test_state_is_equal_after_its_way_over_the_network() -> None:

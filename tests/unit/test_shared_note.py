@@ -37,8 +37,8 @@ def test_value_that_was_half_written_leaves_the_one_before() -> None:
         changed = [place for place in range(len(whole)) if whole[place] != torn[place]]
         for cut in changed[
             :: max(1, len(changed) // 20)
-        ]:  # the first bytes of the next value are there
-            note._memory[:] = torn[:cut] + whole[cut:]
+        ]:  # the first bytes of the next value are there; its number is written last
+            note._memory[:] = whole[:1] + torn[1:cut] + whole[max(1, cut) :]
             assert note.read() == {"value": value}
         note._memory[:] = whole
 

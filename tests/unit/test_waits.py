@@ -12,7 +12,8 @@ import pytest
 from fuzzing import JSON, fuzz
 from hypothesis import strategies as st
 
-from clusterjob.backends.base import Status
+from clusterjob.backends import job_progress
+from clusterjob.backends.base import Status, Straggler
 from clusterjob.backends.job_progress import progress
 from clusterjob.cli.top_columns import rank_columns
 from clusterjob.insight import sample_files
@@ -21,7 +22,7 @@ from clusterjob.insight.live_node import RankNow
 from clusterjob.node.contract import World
 from clusterjob.node.coordinator import waits_of
 from clusterjob.node.logs import events
-from clusterjob.node.logs.events import EventLog, Straggler, read_events
+from clusterjob.node.logs.events import EventLog, read_events
 from clusterjob.node.logs.log_files import node_directory
 from clusterjob.node.metrics import stragglers
 from clusterjob.node.metrics.samples import NodeFacts, Sample, SampleWriter, WorkerSample
@@ -207,8 +208,9 @@ def test_all_ranks_of_a_slow_node_are_stragglers(watched: Watched) -> None:
     watched.measure(5, 0.4, 0.4, 0.0, 0.0)
     assert watched.events() == [("straggling", 2), ("straggling", 3)]
     now = progress(watched.directory).stragglers
-    assert events.straggler_text(now) == (
-        "ranks 2-3 (node 1, gpu1): the others wait 0.4 s of each 0.5 s step for them"
+    assert job_progress.straggler_text(now) == (
+        "rank 2 (node 1, gpu1): the others wait 0.4 s of each 0.5 s step for it;"
+        " rank 3 (node 1, gpu1): the others wait 0.4 s of each 0.5 s step for it"
     )
 
 
@@ -262,14 +264,14 @@ def straggler(rank: int, node: int, waited: float = 0.42, host: str = "gpu1") ->
 
 
 def test_line_names_rank_and_how_long_the_others_wait() -> None:
-    assert events.straggler_text([straggler(3, 0)]) == (
+    assert job_progress.straggler_text([straggler(3, 0)]) == (
         "rank 3 (node 0, gpu1): the others wait 0.42 s of each 0.55 s step for it"
     )
     several = [straggler(1, 0, 0.05), *(straggler(rank, rank, 0.5) for rank in range(2, 7))]
-    text = events.straggler_text(several)
+    text = job_progress.straggler_text(several)
     assert text.startswith("rank 2 (node 2, gpu1): the others wait 0.5 s of each 0.55 s step")
-    assert text.endswith("; 3 more nodes")
-    assert events.straggler_text([]) == ""
+    assert text.endswith("; 3 more ranks")
+    assert job_progress.straggler_text([]) == ""
 
 
 def test_status_has_stragglers_until_they_have_caught_up_or_the_round_ends(tmp_path: Path) -> None:
@@ -286,9 +288,9 @@ def test_status_has_stragglers_until_they_have_caught_up_or_the_round_ends(tmp_p
     assert progress(tmp_path).stragglers == (straggler(3, 1),)
     log.add("stop", why="boom")
     assert progress(tmp_path).stragglers == ()
-    assert events.job_stragglers(tmp_path) == (straggler(1, 0), straggler(3, 1))
+    assert job_progress.job_stragglers(tmp_path) == (straggler(1, 0), straggler(3, 1))
     log.add("started", world_size=4, restart=1)
-    assert events.job_stragglers(tmp_path) == ()
+    assert job_progress.job_stragglers(tmp_path) == ()
 
 
 def test_status_shows_newest_numbers_of_samples_and_keeps_those_of_the_event_without_samples(
@@ -323,9 +325,9 @@ def test_worker_waits_for_a_share_of_its_steps() -> None:
     )
 )
 def test_any_event_gives_a_harmless_line_or_none(event: dict[str, Any]) -> None:
-    known: dict[int, events.Straggler] = {}
-    events.note_straggler(known, event | {"event": events.STRAGGLING})
+    known: dict[int, Straggler] = {}
+    job_progress.note_straggler(known, event | {"event": events.STRAGGLING})
     for found in known.values():
-        assert events.straggler_text([found]).isprintable()
+        assert job_progress.straggler_text([found]).isprintable()
         assert len(found.host) < 1000
         assert 0 <= found.to_json()["share"] <= 1

@@ -25,7 +25,7 @@ import msgspec
 from clusterjob.backends.batch_command.platform import Instance, Platform, in_parallel
 from clusterjob.backends.batch_command.taken_lines import Count, TakenLines
 from clusterjob.errors import ClusterJobError
-from clusterjob.node.logs import console, ends, log_files
+from clusterjob.node.logs import ends, log_files
 from clusterjob.node.logs.job_dir import AGENT_LOG, TIMELINE
 from clusterjob.node.system import files, private_dirs
 from clusterjob.node.verdict import Verdict, bounded
@@ -39,6 +39,68 @@ _MAX_GAPS = 200  # maximum number of ranges of missing lines to remember
 _MAX_FILES = 8192  # maximum files per node and process; lines of more workers go to agent.log
 # Lines of a worker's log in the first request; maximum lines in one request.
 _LINES, _MAX_LINES = 500, 128_000
+_LINE = re.compile(
+    r"(?P<number>[1-9]\d{0,11})(?:@(?P<seconds>\d{1,12}\.\d))? "
+    r"(?:\[(?P<label>(?:\d{1,9}(?:-\d{1,9})?|node\d{1,9})"
+    r"(?:,\d{1,9}(?:-\d{1,9})?|,node\d{1,9})*)\](?P<err>!?)|clusterjob(?P<own>:|-verdict))"
+    r"(?P<more>\+?)(?: (?P<text>.*))?",
+    re.ASCII | re.DOTALL,
+)
+_REFUSED = re.compile(r"clusterjob-refused (?P<code>\d{1,3}) (?P<why>.*)", re.ASCII | re.DOTALL)
+_MAX_RANKS_OF_LABEL = 1025  # ranks; no node has more workers
+
+
+@dataclass(frozen=True)
+class NumberedLine:
+    """A numbered line.
+
+    Attributes:
+        number: the position among this node's lines, from 1.
+        kind: ``out`` or ``err`` of workers, ``agent`` or ``verdict``.
+        label: the ranks that wrote a worker's line; see `label_ranks`.
+        text: the text after the label.
+        more: whether the text continues on the next line.
+        seconds: time since the epoch at which it was shown; None for the previous line's time.
+    """
+
+    number: int
+    kind: str
+    label: str
+    text: str
+    more: bool = False
+    seconds: float | None = None
+
+
+def parse_line(line: str) -> NumberedLine | None:
+    """Parse a numbered line; return None for any other line, such as the output of a setup line."""
+    match = _LINE.fullmatch(line.rstrip("\r\n"))
+    if match is None:
+        return None
+    kinds = {":": "agent", "-verdict": "verdict", None: "err" if match["err"] else "out"}
+    return NumberedLine(
+        int(match["number"]),
+        kinds[match["own"]],
+        label=match["label"] or "",
+        text=match["text"] or "",
+        more=bool(match["more"]),
+        seconds=float(match["seconds"]) if match["seconds"] else None,
+    )
+
+
+def label_ranks(label: str) -> list[int | None]:
+    """Return the ranks of a label; None stands for a node's torchrun."""
+    found: list[int | None] = []
+    for part in label.split(","):
+        first, _, last = part.partition("-")
+        is_node, room = part.startswith("node"), max(0, _MAX_RANKS_OF_LABEL - len(found))
+        found += [None] if is_node else [*range(int(first), int(last or first) + 1)[:room]]
+    return found[:_MAX_RANKS_OF_LABEL]
+
+
+def parse_refusal(line: str) -> tuple[int, str] | None:
+    """Return the exit code and ``host: why`` of a `refusal_line`; None for any other line."""
+    match = _REFUSED.fullmatch(line.rstrip("\r\n"))
+    return None if match is None else (int(match["code"]), match["why"])
 
 
 class LogCollector:
@@ -148,7 +210,7 @@ class LogStream:
         taken = self._taken()
         first = len(lines)
         for index, line in enumerate(lines):
-            item = console.parse_line(line)
+            item = parse_line(line)
             if item is not None and item.number < taken.next:
                 return True
             if item is not None:
@@ -211,7 +273,7 @@ class LogStream:
                 self._put(item, taken, pages=pages)
         pages.note(taken.seconds)
 
-    def _put(self, item: console.NumberedLine, taken: TakenLines, pages: _Pages) -> None:
+    def _put(self, item: NumberedLine, taken: TakenLines, pages: _Pages) -> None:
         if item.seconds is not None and item.seconds > taken.seconds:
             pages.note(taken.seconds)
             taken.seconds = item.seconds
@@ -231,7 +293,7 @@ class LogStream:
         if (label, kind) not in self._names:
             pairs = [
                 log_files.rank_files(self._directory, rank, restart=0, attempt=self._attempt)
-                for rank in console.label_ranks(label)
+                for rank in label_ranks(label)
             ]
             names = {pair[kind == "err"].name: None for pair in pairs}
             known = {name for one in self._names.values() for name in one}
@@ -242,7 +304,7 @@ class LogStream:
 
     def _put_bare(self, line: str, taken: TakenLines, pages: _Pages) -> None:
         taken.remember(line)
-        refused = console.parse_refusal(line)
+        refused = parse_refusal(line)
         if refused is None:
             pages.add(AGENT_LOG, line.rstrip("\r\n") + "\n")
         else:
@@ -281,9 +343,9 @@ class LogStream:
             yield
 
 
-def _in_order(lines: Sequence[str]) -> list[tuple[str, console.NumberedLine | None]]:
+def _in_order(lines: Sequence[str]) -> list[tuple[str, NumberedLine | None]]:
     """Parse lines and sort the numbered lines; a log may show lines of one moment in any order."""
-    items = [(line, console.parse_line(line)) for line in lines]
+    items = [(line, parse_line(line)) for line in lines]
     numbered = iter(
         sorted((pair for pair in items if pair[1]), key=lambda pair: pair[1].number)  # type: ignore[union-attr]
     )
@@ -291,7 +353,7 @@ def _in_order(lines: Sequence[str]) -> list[tuple[str, console.NumberedLine | No
 
 
 def _first_new_bare(
-    items: Sequence[tuple[str, console.NumberedLine | None]], first: int, taken: TakenLines
+    items: Sequence[tuple[str, NumberedLine | None]], first: int, taken: TakenLines
 ) -> int:
     """Return the index from which lines without a number are new.
 

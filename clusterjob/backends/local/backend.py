@@ -226,16 +226,6 @@ class LocalBackend:
             for record in records
         }, 0
 
-    def interrupt_prompt(self, record: Record) -> bool:
-        """Interrupt the worker that reads from this process's terminal, if there is one."""
-        return any(
-            processes.send_signal(reader, signal.SIGINT) for reader in _terminal_readers(record)
-        )
-
-    def reads_terminal(self, record: Record) -> bool:
-        """Return whether a worker reads from this process's terminal."""
-        return any(_terminal_readers(record))
-
     def interrupt(self, record: Record) -> bool:
         """Interrupt the workers through every agent, as Ctrl-C does; stop them after the grace."""
         ends.cancel(record.job_dir)
@@ -280,14 +270,6 @@ class LocalBackend:
                 *Machine(spec).check_steps(),
             ]
         )
-
-
-def _terminal_readers(record: Record) -> Iterator[int]:
-    """Yield the pids of the job's processes that wait for input of this process's terminal."""
-    for agent in agents.live(record):
-        reader = processes.terminal_reader(agent["pid"])
-        if reader is not None:
-            yield reader
 
 
 def _check_interpreter(spec: JobSpec) -> None:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from clusterjob.backends import job_progress, shared
@@ -13,6 +15,7 @@ from clusterjob.backends.slurm import job_end
 from clusterjob.backends.slurm.squeue import JobRow, QueueSnapshot, has_id, rows_of
 from clusterjob.core.records import Handle, Record, Records
 from clusterjob.node.logs import ends
+from clusterjob.node.system import files
 from clusterjob.node.verdict import JobState, Verdict
 
 if TYPE_CHECKING:
@@ -24,6 +27,23 @@ SETTLING = 2.0  # seconds until squeue shows an accepted job
 _UNTOLD = "scancel.pending"
 _UNSEEN_ALIVE = "Slurm does not show it, but its last heartbeat is less than a minute old"
 _UNSEEN = 120.0  # seconds after which a job that Slurm has never shown counts as not submitted
+_NEXT = re.compile(r"next\.(\d{1,9})", re.ASCII)
+_JOB_NUMBER = re.compile(r"\d{1,11}", re.ASCII)
+
+
+def next_job(job_dir: Path) -> tuple[str, float] | None:
+    """Return the id and time of the newest job in the scheduler that continues this one.
+
+    None if the job has the id of its first attempt.
+    """
+    matches = map(_NEXT.fullmatch, files.listed(str(ends.directory(job_dir))))
+    newest = max((int(match[1]) for match in matches if match is not None), default=-1)
+    path = ends.directory(job_dir) / f"next.{newest}"
+    with contextlib.suppress(OSError, ValueError):
+        number = files.read_regular(path, 64).decode(errors="replace").strip()
+        if _JOB_NUMBER.fullmatch(number):
+            return number, path.stat().st_mtime
+    return None
 
 
 class Cluster(NamedTuple):
@@ -65,7 +85,7 @@ def at_newest_job(record: Record) -> Record:
     """
     if record.handle is None or not record.job.until_done:
         return record
-    if (found := ends.next_job(record.job_dir)) is None:
+    if (found := next_job(record.job_dir)) is None:
         return record
     number, written = found
     data = {**record.handle.data, "ids": [number], "at": written}

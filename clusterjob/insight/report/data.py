@@ -6,13 +6,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from clusterjob.backends.base import Straggler
 from clusterjob.core.records import Record
 from clusterjob.insight.job_times import Mark, Span
 from clusterjob.insight.preflight import PreflightFound
 from clusterjob.insight.report.measured import Key
 from clusterjob.insight.report.series import Series
 from clusterjob.insight.stacks import JobStacks
-from clusterjob.node.logs.events import Straggler
 from clusterjob.node.metrics.samples import NodeFacts
 from clusterjob.node.verdict import Verdict
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+from clusterjob.backends import job_progress
 from clusterjob.backends.base import Status
 from clusterjob.core.records import Record
 from clusterjob.insight import job_times
@@ -70,7 +71,7 @@ def gather(record: Record, status: Status, stacks: JobStacks | None) -> ReportDa
         attempts={attempt: times.clock.begin(attempt) for attempt in times.clock.attempts},
         preflight=read_preflight(job_dir),
         stacks=stacks,
-        stragglers=events.job_stragglers(job_dir),
+        stragglers=job_progress.job_stragglers(job_dir),
         environments=texts.environments(job_dir, nodes),
         script=texts.scripts(dict.fromkeys((job_dir, record.whole_dir))),
         diff=texts.diff(record.whole_dir),

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from clusterjob.node.logs import events
-from clusterjob.node.logs.job_dir import DIFF
+from clusterjob.node.logs.job_dir import DIFF, ENVIRONMENT
 from clusterjob.node.logs.log_files import (
     FILE_NAME,
     file_names,
@@ -113,7 +113,13 @@ def environments(job_dir: Path, nodes: Iterable[int]) -> list[dict[str, Any]]:
     """Return the texts of the latest environment of each node, equal ones once."""
     groups: dict[str, dict[str, Any]] = {}
     for node in nodes:
-        recorded = deque(events.read_environments(job_dir, node), maxlen=1)
+        lines = events.read_events(node_directory(job_dir, node) / ENVIRONMENT)
+        whole = (
+            line
+            for line in lines
+            if isinstance(line.get("detected"), dict) and isinstance(line.get("versions"), dict)
+        )
+        recorded = deque(whole, maxlen=1)
         if not recorded:
             continue
         line = recorded[0]

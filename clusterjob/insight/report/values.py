@@ -6,6 +6,7 @@ import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
+from clusterjob.backends import job_progress
 from clusterjob.backends.base import Status
 from clusterjob.core.listing import row_of
 from clusterjob.core.records import Record
@@ -182,7 +183,7 @@ def of_job(data: ReportData, detail: float) -> dict[str, Any]:
         "node_metrics": metrics,
         "node_rows": node_rows,
         "wait_plot": wait_plot.draw(data),
-        "stragglers": events.straggler_lines(data.stragglers),
+        "stragglers": job_progress.straggler_lines(data.stragglers),
         "preflight": preflight_table.rows(data.preflight),
         "stacks": stack_groups.groups(stacks, int(_STACKS * detail)),
         "stacks_note": sanitize(data.stacks.saved)[:600] if data.stacks is not None else "",

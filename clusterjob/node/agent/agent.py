@@ -412,11 +412,6 @@ class Agent:
         self._cancel("cancelled", interrupt=ends.interrupted(job_dir))
 
     def _on_signal(self, number: int) -> None:
-        if number == signal.SIGINT and math.isinf(self._interrupted_at):
-            reader = processes.terminal_reader(os.getpid())
-            if reader is not None:  # rank 0 reads from the terminal, so Ctrl-C is for its prompt
-                processes.send_signal(reader, signal.SIGINT)
-                return
         why = f"{processes.signal_name(number)} on {this_node.node_name()}"
         terminated = number == signal.SIGTERM and not ends.cancelled(self._node.directory)
         if self._options.warning is not None and (terminated or number == signal.SIGUSR1):

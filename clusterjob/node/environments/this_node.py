@@ -171,7 +171,7 @@ def _peer(descriptor: str) -> str:
     """
     refused = contextlib.suppress(OSError, ValueError, OverflowError)
     with refused, socket.socket(fileno=os.dup(int(descriptor))) as link:
-        pid = network.peer_of(link)[0]
+        pid = network.peer_of(link)
         return str(pid) if pid > 0 else ""
     return ""
 

@@ -6,8 +6,8 @@ wait for a full pipe, and a closed pipe must not end the job: `Console` writes f
 `run` folds the tracebacks that follow from the root cause, and names the command that shows them.
 An agent shows all of them: its output is often a platform's log, the only copy.
 
-A submitter who sees only the platform's log of each node gets numbered lines (`LineWriter`,
-`parse_line`):
+A submitter who sees only the platform's log of each node gets numbered lines (`LineWriter`; read
+by `clusterjob.backends.batch_command.log_stream`):
 
 - ``<n>[@<seconds>] [<label>] <text>``: a worker's stdout. The label lists ranks, such as 0-3,5, or
   is node0 for a torchrun.
@@ -31,13 +31,11 @@ import itertools
 import json
 import os
 import queue
-import re
 import sys
 import threading
 import time
 import unicodedata
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, TextIO
 
 from clusterjob.node.logs.log_files import Labelled, LogLine, LogReader, as_text, fold
@@ -46,38 +44,8 @@ from clusterjob.node.system.sanitize import sanitize
 from clusterjob.node.verdict import Verdict
 
 MAX_TEXT = 4000  # characters of text on one numbered line, at most 16,000 bytes
-_LINE = re.compile(
-    r"(?P<number>[1-9]\d{0,11})(?:@(?P<seconds>\d{1,12}\.\d))? "
-    r"(?:\[(?P<label>(?:\d{1,9}(?:-\d{1,9})?|node\d{1,9})"
-    r"(?:,\d{1,9}(?:-\d{1,9})?|,node\d{1,9})*)\](?P<err>!?)|clusterjob(?P<own>:|-verdict))"
-    r"(?P<more>\+?)(?: (?P<text>.*))?",
-    re.ASCII | re.DOTALL,
-)
-_REFUSED = re.compile(r"clusterjob-refused (?P<code>\d{1,3}) (?P<why>.*)", re.ASCII | re.DOTALL)
-_MAX_RANKS_OF_LABEL = 1025  # ranks; no node has more workers
 _MAX_LINES = 16  # maximum live lines to show; later lines are left out
 _UP, _ERASE = "\x1b[{}A", "\r\x1b[J"  # ECMA-48: cursor up; erase to the end of the screen
-
-
-@dataclass(frozen=True)
-class NumberedLine:
-    """A numbered line.
-
-    Attributes:
-        number: the position among this node's lines, from 1.
-        kind: ``out`` or ``err`` of workers, ``agent`` or ``verdict``.
-        label: the ranks that wrote a worker's line; see `label_ranks`.
-        text: the text after the label.
-        more: whether the text continues on the next line.
-        seconds: time since the epoch at which it was shown; None for the previous line's time.
-    """
-
-    number: int
-    kind: str
-    label: str
-    text: str
-    more: bool = False
-    seconds: float | None = None
 
 
 class LineWriter:
@@ -134,41 +102,9 @@ class LineWriter:
         return found
 
 
-def parse_line(line: str) -> NumberedLine | None:
-    """Parse a numbered line; return None for any other line, such as the output of a setup line."""
-    match = _LINE.fullmatch(line.rstrip("\r\n"))
-    if match is None:
-        return None
-    kinds = {":": "agent", "-verdict": "verdict", None: "err" if match["err"] else "out"}
-    return NumberedLine(
-        int(match["number"]),
-        kinds[match["own"]],
-        label=match["label"] or "",
-        text=match["text"] or "",
-        more=bool(match["more"]),
-        seconds=float(match["seconds"]) if match["seconds"] else None,
-    )
-
-
-def label_ranks(label: str) -> list[int | None]:
-    """Return the ranks of a label; None stands for a node's torchrun."""
-    found: list[int | None] = []
-    for part in label.split(","):
-        first, _, last = part.partition("-")
-        is_node, room = part.startswith("node"), max(0, _MAX_RANKS_OF_LABEL - len(found))
-        found += [None] if is_node else [*range(int(first), int(last or first) + 1)[:room]]
-    return found[:_MAX_RANKS_OF_LABEL]
-
-
 def refusal_line(exit_code: int, host: str, why: str) -> str:
     """Return the line of a node that cannot start its agent; it has no number."""
     return f"clusterjob-refused {exit_code} {host}: {' '.join(why.split())}\n"
-
-
-def parse_refusal(line: str) -> tuple[int, str] | None:
-    """Return the exit code and ``host: why`` of a `refusal_line`; None for any other line."""
-    match = _REFUSED.fullmatch(line.rstrip("\r\n"))
-    return None if match is None else (int(match["code"]), match["why"])
 
 
 class LiveLines:

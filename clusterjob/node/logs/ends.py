@@ -27,7 +27,6 @@ from __future__ import annotations
 import contextlib
 import os
 import re
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -45,7 +44,7 @@ from clusterjob.node.logs.job_dir import (
     RESULT,
 )
 from clusterjob.node.logs.log_files import last_lines, node_directory
-from clusterjob.node.system import files
+from clusterjob.node.system import files, processes
 from clusterjob.node.verdict import Failure, FailureKind, JobState, Verdict
 
 REQUEST_SECONDS = 2.0  # node 0's agent looks for a cancel request this often
@@ -55,13 +54,10 @@ _SHORT_TEXT = 4000  # characters of a shortened text
 _MAX_ATTEMPTS = 5  # rounds in a shortened verdict
 _MAX_NAMED = 10  # maximum number of names of written files, and of hosts with them
 _MAX_WALK = 1.0  # maximum seconds to look for written files
-_NOT_WRITTEN = (".git", "__pycache__")
 _MAX_REFUSAL = 1 << 20  # maximum bytes of a refusal
 _HOST = re.compile(r"[A-Za-z0-9._-]{1,253}")
 _EXIT_CODE = re.compile(r"\d{1,3}", re.ASCII)
 _NODE_END = re.compile(r"node(?P<node>\d{1,9})(?:\.attempt(?P<attempt>\d{1,9}))?\.json", re.ASCII)
-_NEXT = re.compile(r"next\.(\d{1,9})", re.ASCII)
-_JOB_NUMBER = re.compile(r"\d{1,11}", re.ASCII)
 
 
 def directory(job_dir: Path) -> Path:
@@ -142,21 +138,6 @@ def warning_file(job_dir: Path, attempt: int) -> Path:
     return directory(job_dir) / f"warned.{attempt}"
 
 
-def next_job(job_dir: Path) -> tuple[str, float] | None:
-    """Return the id and time of the newest job in the scheduler that continues this one.
-
-    None if the job has the id of its first attempt.
-    """
-    matches = map(_NEXT.fullmatch, files.listed(str(directory(job_dir))))
-    newest = max((int(match[1]) for match in matches if match is not None), default=-1)
-    path = directory(job_dir) / f"next.{newest}"
-    with contextlib.suppress(OSError, ValueError):
-        number = files.read_regular(path, 64).decode(errors="replace").strip()
-        if _JOB_NUMBER.fullmatch(number):
-            return number, path.stat().st_mtime
-    return None
-
-
 def write(job_dir: Path, node_rank: int, end: dict[str, Any]) -> None:
     """Write a node's end, unless the end of a later attempt is recorded.
 
@@ -215,18 +196,16 @@ def files_in_code() -> str:
     The variables of the agent, the caller, name the copy. Its list is newer than its own files.
     """
     tree = os.environ.get(contract.CODE_TREE) or os.environ.get(contract.CODE_DIR, "")
-    found: list[str] = []
-    begin = time.monotonic()
-    with contextlib.suppress(OSError, ValueError):
-        since = Path(tree).with_name(CODE_LIST).stat().st_ctime_ns
-        for folder, directories, names in os.walk(tree if os.path.basename(tree) == CODE else ""):
-            directories[:] = [name for name in directories if name not in _NOT_WRITTEN]
-            paths = [os.path.join(folder, name) for name in names]
-            # Not the time of its content, which an archive keeps.
-            newer = [path for path in paths if os.lstat(path).st_ctime_ns > since]
-            found += [os.path.relpath(path, tree)[:200] for path in newer]
-            if len(found) > _MAX_NAMED or time.monotonic() - begin > _MAX_WALK:
-                break
+    if os.path.basename(tree) != CODE:
+        return ""
+    listed = os.path.join(os.path.dirname(tree), CODE_LIST)
+    # Times of the inode: an archive keeps those of the content.
+    tests = "( -name .git -o -name __pycache__ ) -prune -o ! -type d -newercc"
+    found = processes.output_of(
+        ["find", f"{tree}/", *tests.split(), listed, "-printf", "%P\\n"],
+        os.environ,
+        timeout=_MAX_WALK,
+    ).splitlines()
     shown = ", ".join(found[:_MAX_NAMED]) + ", ..." * (len(found) > _MAX_NAMED)
     return f"written beside the code, in {tree} on {os.uname().nodename}: {shown}" if found else ""
 

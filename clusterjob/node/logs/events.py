@@ -1,9 +1,9 @@
 """Write and read what a job records while it runs: files with one JSON object per line.
 
 - ``events.jsonl``: the events of the job, each with wall-clock and monotonic time. The coordinator
-  writes them. `ended_rounds` and `note_straggler` read them.
-- ``logs/node<k>/phases.jsonl``: the begins of the phases of a node and of its ranks. A line without
-  a rank belongs to the node.
+  writes them. `ended_rounds` and `clusterjob.backends.job_progress` read them.
+- ``logs/node<k>/phases.jsonl``: the begins of the phases of a node and of its ranks. The rank of
+  the node is null.
 - ``logs/node<k>/environment.jsonl``: for each attempt what ``clusterjob env`` shows, and the
   versions of the programs.
 """
@@ -19,8 +19,8 @@ import os
 import re
 import sys
 import time
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Annotated, Any
@@ -30,8 +30,6 @@ from clusterjob.node.logs.log_files import node_directory, open_regular
 from clusterjob.node.system import codec, files
 from clusterjob.node.system.codec import Limit
 from clusterjob.node.system.files import Appender
-from clusterjob.node.system.ranges import ranges
-from clusterjob.node.system.sanitize import sanitize
 from clusterjob.node.verdict import FailureKind, RoundEnd, Word, bounded
 
 ROUND_ENDED = "round_ended"  # the event; its other fields are those of `RoundEnd`
@@ -39,8 +37,6 @@ ROUND_ENDED = "round_ended"  # the event; its other fields are those of `RoundEn
 # every 10 minutes; and when the rank is no longer late.
 STRAGGLING, CAUGHT_UP = "straggling", "caught_up"
 _MAX_ROUNDS = 1000  # rounds that are collected before the middle ones are dropped
-_MAX_NAMED = 3  # nodes that a text names
-_MAX_STRAGGLERS = 64  # that are kept of a job; a host may forge events
 _MAX_PHASES = 16 << 20  # bytes to read of a file: the phases of hundreds of rounds
 _TORCH = re.compile(r"^(?:__version__|(cuda|hip))\b[^=\n]*= '([^'\n]{1,60})'", re.MULTILINE)
 _DRIVER = Path("/sys/module/nvidia/version")
@@ -48,8 +44,6 @@ _DRIVER = Path("/sys/module/nvidia/version")
 # time does not depend on its length.
 _MAX_LINE, _MAX_FILE = 1 << 20, 64 << 20
 _MIN_LINE = 64
-# Maximum characters of a text, and of an item in a list: nodes send lists of up to 256 long items.
-_MAX_TEXT, _MAX_ITEM = 4000, 1000
 _Rank = Annotated[int, Limit(1 << 24)]
 
 
@@ -76,12 +70,11 @@ class EventLog:
     def add(self, event: str, **details: Any) -> str:
         """Append one event and return its time.
 
-        Long texts are cut. An error such as a full disk loses the line and does not end the job.
+        An error such as a full disk loses the line and does not end the job.
         """
         at = now()
         line = {"time": at, "monotonic": round(time.monotonic() + self._shift, 6), "event": event}
-        line |= {name: _cut(value) for name, value in details.items()}
-        files.later(_append, self._file, line)
+        files.later(_append, self._file, line | details)
         return at
 
 
@@ -89,12 +82,6 @@ def _append(file: Appender, *lines: Mapping[str, Any]) -> None:
     """Append objects in one write."""
     text = "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines)
     file.write(text.encode(errors="replace"))
-
-
-def _cut(value: Any) -> Any:
-    if isinstance(value, (list, tuple)):
-        return [item[:_MAX_ITEM] if isinstance(item, str) else item for item in value]
-    return value[:_MAX_TEXT] if isinstance(value, str) else value
 
 
 def read_job_events(job_dir: Path) -> Iterator[dict[str, Any]]:
@@ -193,12 +180,12 @@ class PhaseBegin:
     """
 
     phase: Phase
-    rank: int | None
+    rank: _Rank | None
     restart: int
     attempt: int
     time: float
     monotonic: float
-    detail: str = ""
+    detail: Annotated[str, Limit(200, cuts=True)] = ""
 
 
 class PhaseLog:
@@ -213,29 +200,14 @@ class PhaseLog:
         Raises:
             OSError: they cannot be written.
         """
-        lines = (
-            {name: value for name, value in vars(begin).items() if value not in (None, "")}
-            for begin in begins
-        )
-        _append(self._file, *lines)
+        _append(self._file, *map(vars, begins))
 
 
 def read_phases(job_dir: Path, node_rank: int) -> Iterator[PhaseBegin]:
     """Yield the begins of phases of a node, in the order of the file; skip malformed lines."""
     for event in read_events(node_directory(job_dir, node_rank) / PHASES, _MAX_PHASES):
-        try:
-            rank = event.get("rank")
-            yield PhaseBegin(
-                Phase(event["phase"]),
-                None if rank is None else int(rank),
-                restart=int(event["restart"]),
-                attempt=int(event["attempt"]),
-                time=float(event["time"]),
-                monotonic=float(event["monotonic"]),
-                detail=str(event.get("detail", ""))[:200],
-            )
-        except (KeyError, TypeError, ValueError, OverflowError):
-            continue
+        with contextlib.suppress(ValueError):  # another program wrote the line
+            yield codec.read(PhaseBegin, event)
 
 
 def add_environment(
@@ -275,85 +247,3 @@ def versions() -> dict[str, str]:
     with contextlib.suppress(OSError):
         found["NVIDIA driver"] = _DRIVER.read_text().strip()
     return found
-
-
-def read_environments(job_dir: Path, node_rank: int) -> Iterator[dict[str, Any]]:
-    """Yield the recorded environments of a node, the oldest first; skip malformed lines."""
-    for line in read_events(node_directory(job_dir, node_rank) / ENVIRONMENT):
-        if isinstance(line.get("detected"), dict) and isinstance(line.get("versions"), dict):
-            yield line
-
-
-@dataclass(frozen=True)
-class Straggler:
-    """One straggler; the details of an event `STRAGGLING`.
-
-    Attributes:
-        rank, node_rank, host: the rank.
-        waited_s: seconds for which the others wait for it in each step.
-        step_s: the length of a step in seconds.
-    """
-
-    rank: _Rank
-    node_rank: _Rank
-    host: Annotated[str, Limit(200, cuts=True)]
-    waited_s: float
-    step_s: float
-
-    def to_json(self) -> dict[str, Any]:
-        """Return the straggler for a user's program."""
-        return {
-            "rank": self.rank,
-            "node": self.node_rank,
-            "host": self.host,
-            "waited_s": round(self.waited_s, 4),
-            "step_s": round(self.step_s, 4),
-            "share": round(self.waited_s / self.step_s, 3),
-        }
-
-
-def note_straggler(known: dict[int, Straggler], event: Mapping[str, Any]) -> None:
-    """Change the stragglers of a job, by rank, as its next event says."""
-    kind, rank = event.get("event"), event.get("rank")
-    if kind == STRAGGLING and len(known) < _MAX_STRAGGLERS:
-        with contextlib.suppress(ValueError):  # another program wrote the event
-            found = codec.read(Straggler, event)
-            if found.waited_s <= found.step_s and found.step_s:
-                known[found.rank] = replace(found, host=sanitize(found.host))
-    elif kind == CAUGHT_UP and type(rank) is int:
-        known.pop(rank, None)
-    elif kind in ("started", "stop", "ended"):
-        known.clear()
-
-
-def job_stragglers(job_dir: Path) -> tuple[Straggler, ...]:
-    """Return all stragglers of the newest round of a job, as they were told the last time."""
-    known: dict[int, Straggler] = {}
-    for event in read_job_events(job_dir):
-        if event.get("event") in ("started", STRAGGLING):
-            note_straggler(known, event)
-    return tuple(known[rank] for rank in sorted(known))
-
-
-def straggler_lines(stragglers: Iterable[Straggler]) -> list[str]:
-    """Return one line for each node with stragglers, the worst one first."""
-    by_node: dict[int, list[Straggler]] = {}
-    for each in sorted(stragglers, key=lambda each: each.waited_s, reverse=True):
-        by_node.setdefault(each.node_rank, []).append(each)
-    found = []
-    for worst, *others in by_node.values():
-        they, them = ("ranks", "them") if others else ("rank", "it")
-        numbers = ", ".join(ranges(sorted(each.rank for each in (worst, *others))))
-        waited, step = (f"{round(value, 3):g} s" for value in (worst.waited_s, worst.step_s))
-        found.append(
-            f"{they} {numbers} (node {worst.node_rank}, {worst.host}):"
-            f" the others wait {waited} of each {step} step for {them}"
-        )
-    return found
-
-
-def straggler_text(stragglers: Iterable[Straggler]) -> str:
-    """Return the stragglers as one line; empty without one."""
-    found = straggler_lines(stragglers)
-    more = [f"{len(found) - _MAX_NAMED} more nodes"] if len(found) > _MAX_NAMED else []
-    return "; ".join([*found[:_MAX_NAMED], *more])

@@ -79,7 +79,7 @@ class Channel:
         """Send a message; do nothing if the connection is closed, which the receiver notices."""
         if self._writer.is_closing():
             return
-        payload = self._sends.encode_json(message)
+        payload = self._sends.encode(message)
         signature = _sign(self._send_key, str(self._sent).encode(), payload)
         self._sent += 1
         self._writer.write(signature + b" " + payload + b"\n")

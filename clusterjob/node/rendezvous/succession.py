@@ -19,9 +19,7 @@ from clusterjob.node.rendezvous.identity import NodeJob
 from clusterjob.node.rendezvous.membership import Peer
 from clusterjob.node.rendezvous.messages import MAX_SUCCESSORS, CoordinatorState, Members
 from clusterjob.node.system import files, processes
-from clusterjob.node.system.codec import Codec, MalformedMessageError
-
-_STATE = Codec(CoordinatorState)
+from clusterjob.node.system.codec import MalformedMessageError, plain, read
 
 
 def write_state(job_dir: Path, state: CoordinatorState) -> None:
@@ -30,7 +28,7 @@ def write_state(job_dir: Path, state: CoordinatorState) -> None:
     Raises:
         OSError: the disk is full, for example; the state of an earlier round is left.
     """
-    files.write_json(job_dir / COORDINATOR, _STATE.encode(state))
+    files.write_json(job_dir / COORDINATOR, plain(state))
 
 
 # Platforms on which every node of the job can be reached under the address that it has.
@@ -103,7 +101,7 @@ def from_disk(job_dir: Path, attempt: int, why: str) -> Earlier | None:
         why: how that agent ended.
     """
     try:
-        state = _STATE.decode(files.read_json(job_dir / COORDINATOR))
+        state = read(CoordinatorState, files.read_json(job_dir / COORDINATOR))
     except (OSError, MalformedMessageError):
         return None
     if state.attempt != attempt or ends.has_result(job_dir, attempt):

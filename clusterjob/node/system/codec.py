@@ -16,7 +16,7 @@ from dataclasses import MISSING, dataclass, fields, is_dataclass
 from typing import Any, TypeVar
 
 _NAME = "type"  # the key of the message's name; no message may have a field of this name
-_MAX_SECONDS = 1e9
+_MAX_SECONDS = 1e11  # also for times since the epoch
 _SHOWN = 80  # characters of a wrong value in an error
 _T = TypeVar("_T")
 
@@ -71,14 +71,10 @@ class Codec:
 
     def __init__(self, *kinds: type[Any]) -> None:
         self._kinds = {kind.__name__: kind for kind in kinds}
-        self._latest: Any = object()  # the latest message of `encode_json`
+        self._latest: Any = object()  # the latest message of `encode`
         self._latest_json = b""
 
-    def encode(self, message: Any) -> dict[str, Any]:
-        """Return a message as plain data."""
-        return {_NAME: type(message).__name__, **plain(message)}
-
-    def encode_json(self, message: Any) -> bytes:
+    def encode(self, message: Any) -> bytes:
         """Return a message as JSON; a message that goes to many peers in turn is encoded once."""
         if message is not self._latest:
             fields_ = {_NAME: type(message).__name__, **vars(message)}

@@ -20,6 +20,7 @@ from typing import Any
 
 TEMPORARY = ".tmp"  # the end of the name of a temporary file
 RESERVED = 32 << 10  # bytes that `reserve` takes
+_PROBE = 1 << 16  # bytes that `why_full` writes
 LARGEST_JSON = 32 << 20  # bytes; clusterjob's own files are much smaller
 # The thread in which an agent uses the job's directory: a shared disk may hang for minutes, and the
 # event loop must send heartbeats meanwhile. None in other processes.
@@ -120,27 +121,21 @@ def reserve(path: Path) -> None:
 
 
 def write_reserved(path: Path, data: bytes) -> None:
-    """Write a file like `write_atomic`; on a full disk, use the space that `reserve` took.
-
-    The reserve is freed afterwards.
+    """Write a file atomically, in the space that `reserve` took, if it did.
 
     Raises:
-        OSError: the file cannot be written, and the reserve is missing or smaller than `data`.
+        OSError: the disk is full, and the reserve is missing or smaller than `data`.
     """
-    reserved = _reserve_of(path)
-    try:
-        write_atomic(path, data)
-    except OSError:
-        if len(data) > size_of(reserved):
-            raise
-        with reserved.open("r+b") as stream:
-            stream.write(data)
-            stream.truncate()
-            stream.flush()
-            os.fsync(stream.fileno())
-        reserved.replace(path)
-    with contextlib.suppress(OSError):
-        reserved.unlink()
+    temporary = path.with_name(f".{path.name}.{os.getpid()}{TEMPORARY}")
+    with contextlib.suppress(FileNotFoundError):
+        _reserve_of(path).replace(temporary)
+    # It keeps the blocks of the reserve: others would take them at once on a full disk.
+    with open(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o600), "wb") as stream:
+        stream.write(data)
+        stream.truncate()
+        stream.flush()
+        os.fsync(stream.fileno())
+    temporary.replace(path)
 
 
 def _reserve_of(path: Path) -> Path:
@@ -148,15 +143,13 @@ def _reserve_of(path: Path) -> Path:
 
 
 def why_full(directory: Path) -> str:
-    """Return why a directory cannot be written, such as a full disk; empty if it can."""
-    with contextlib.suppress(OSError):
-        found = os.statvfs(directory)
-        if found.f_flag & os.ST_RDONLY:
-            return f"{directory} is on a read-only file system"
-        if found.f_blocks and found.f_bavail == 0:  # some file systems count nothing
-            return f"the disk of {directory} is full"
-        if found.f_files and found.f_favail == 0:
-            return f"the disk of {directory} has no inodes left"
+    """Return why no file can be written into a directory, such as a full disk; empty if one can."""
+    try:
+        with tempfile.TemporaryFile(dir=directory, buffering=0) as probe:
+            probe.write(bytes(_PROBE))
+            os.fsync(probe.fileno())
+    except OSError as error:
+        return f"{directory} cannot be written: {error.strerror}"
     return ""
 
 

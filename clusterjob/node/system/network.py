@@ -146,9 +146,7 @@ def address_towards(host: str) -> str | None:
 
 def interface_towards(host: str) -> str | None:
     """Return the interface, such as eth0, through which this machine reaches a host, or None."""
-    address = address_towards(host)
-    if address is None:
-        return None
+    address = address_towards(host) or ""
     if address.startswith("127."):
         return "lo"  # lo has every 127.x.y.z, but only one of them is configured
     return interfaces().get(address.partition("%")[0])
@@ -194,15 +192,15 @@ def with_port(host: str, port: int) -> str:
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
-def peer_of(link: socket.socket) -> tuple[int, int]:
-    """Return the pid and the uid of the process at the other end of a Unix socket (unix(7)).
+def peer_of(link: socket.socket) -> int:
+    """Return the pid of the process at the other end of a Unix socket (unix(7)).
 
     Raises:
         OSError: it is not a Unix socket.
     """
     size = struct.calcsize("3i")
-    pid, uid, _ = struct.unpack("3i", link.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, size))
-    return pid, uid
+    data = link.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, size)
+    return int(struct.unpack("3i", data)[0])  # before uid and gid
 
 
 def has_interface(name: str) -> bool:

@@ -1,7 +1,6 @@
-"""Query and control processes: state, environment, descendants, signals, OOM kills, memory.
+"""Query and control processes of Linux: state, environment, descendants, signals, OOM kills.
 
-Linux only, except `StderrTail`, which a submitter needs too. Sources:
-prctl(2), proc(5). PR_SET_PDEATHSIG fires when the THREAD that forked exits, so long-lived
+Sources: prctl(2), proc(5). PR_SET_PDEATHSIG fires when the THREAD that forked exits, so long-lived
 processes are started from main threads only.
 """
 
@@ -13,32 +12,18 @@ import mmap
 import os
 import re
 import signal
-import struct
 import sys
-import threading
 import time
-import zlib
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 from clusterjob.errors import UsageError
 from clusterjob.node.system import files
 
-_NOTE = struct.Struct("II")  # the length and the checksum of a shared note
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
-_MAX_STDERR = 1 << 14  # bytes that `StderrTail` keeps; the process may write without end
-_MAX_LINE = 300  # characters
-# The number of the system call read(2), by CPU architecture.
-_READ = {
-    "x86_64": "0",
-    "aarch64": "63",
-    "ppc64le": "3",
-    "s390x": "3",
-    "riscv64": "63",
-}
 
 
 def require_linux(what: str) -> None:
@@ -274,30 +259,6 @@ def kill_descendants(*keep: int | None) -> None:
             time.sleep(0.01)
 
 
-def terminal_reader(above: int, terminal: int = 0) -> int | None:
-    """Return the pid of a descendant that waits for terminal input, or None.
-
-    Its main thread is in read(2) on the terminal. A background thread that reads keys does not
-    count: it is not a prompt.
-
-    Args:
-        above: pid of the process whose descendants are searched.
-        terminal: a descriptor of the terminal; if it is not a terminal, the result is None.
-    """
-    if not os.isatty(terminal):
-        return None
-    device = os.fstat(terminal).st_rdev
-    for pid in descendants(above):
-        with contextlib.suppress(OSError):  # it has ended, or this process lacks the permission
-            call, *arguments = Path(f"/proc/{pid}/syscall").read_text().split()
-            if (
-                call == _READ.get(os.uname().machine)
-                and os.stat(f"/proc/{pid}/fd/{int(arguments[0], 16)}").st_rdev == device
-            ):
-                return pid
-    return None
-
-
 def send_signal(pid: int, with_signal: int) -> bool:
     """Send a signal to a process; return False if it has ended."""
     try:
@@ -367,14 +328,12 @@ def signal_name(number: int) -> str:
 
 
 def signal_number(name: str) -> int:
-    """Return the number of a signal that a process can handle, such as SIGUSR1, usr1 or 10.
+    """Return the number of a signal that a process can handle, such as SIGUSR1 or usr1.
 
     Raises:
         ValueError: there is no such signal, or no process can handle it.
     """
     found = signal.Signals.__members__.get(f"SIG{name.upper().removeprefix('SIG')}")
-    if found is None and name.isascii() and name.isdigit():
-        found = next((each for each in signal.Signals if each == int(name[:4])), None)
     if found is None or found in (signal.SIGKILL, signal.SIGSTOP):
         raise ValueError(f"{name[:40]!r} is not a signal that a script can handle")
     return found
@@ -419,32 +378,14 @@ def raise_open_files() -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
-def oom_kills() -> tuple[int, Path | None]:
-    """Return the kernel's count of OOM kills in this process's cgroup, and the cgroup.
-
-    Without such a cgroup, the count is that of the whole machine.
-    """
+def oom_kills() -> int:
+    """Return the kernel's count of OOM kills in this process's cgroup; 0 without one."""
     for directory in memory_cgroups():
         for name in ("memory.events", "memory.oom_control"):  # of cgroups v2, and of v1
-            count = _count_in(directory / name)
-            if count is not None:
-                return count, directory
-    return _count_in(Path("/proc/vmstat")) or 0, None
-
-
-def describe_oom_kill(before: int) -> str:
-    """Return a text about an OOM kill if the count has grown; else an empty text."""
-    count, cgroup = oom_kills()
-    if count <= before:
-        return ""
-    if cgroup is None:
-        return "this machine ran out of memory in the meantime"
-    news = "out of memory: the kernel killed it"
-    for name in ("memory.max", "memory.limit_in_bytes"):
-        limit = files.read_text(cgroup / name).strip()
-        if limit.isdigit() and int(limit) < 1 << 60:  # cgroup v1: a huge number is no limit
-            news += f", limit {int(limit) // 10**6} MB"
-    return news
+            text = files.read_text(directory / name)
+            if found := re.search(r"^oom_kill (\d+)", text, re.MULTILINE):
+                return int(found[1])
+    return 0
 
 
 def memory_cgroups(root: str = "") -> Iterator[Path]:
@@ -463,46 +404,11 @@ def memory_cgroups(root: str = "") -> Iterator[Path]:
             yield from (each for each in (group, *group.parents) if str(each).startswith(top))
 
 
-def _count_in(path: Path) -> int | None:
-    found = re.search(r"^oom_kill (\d+)", files.read_text(path), re.MULTILINE)
-    return int(found[1]) if found else None
-
-
-class StderrTail:
-    """Keeps the end of a child's stderr; a thread reads it, so that the child never blocks.
-
-    Args:
-        stream: the stream; it is closed at its end.
-    """
-
-    def __init__(self, stream: IO[bytes]) -> None:
-        self._kept = b""
-        self._stream = stream
-        self._thread = threading.Thread(target=self._read, name="clusterjob-stderr", daemon=True)
-        self._thread.start()
-
-    def last_line(self, timeout: float) -> str:
-        """Return the last line that is not empty, at most 300 characters.
-
-        Args:
-            timeout: seconds to wait for the end of the stream; another process may keep it open.
-        """
-        self._thread.join(timeout)
-        text = self._kept.decode(errors="replace").strip()
-        return text.rpartition("\n")[2].strip()[:_MAX_LINE]
-
-    def _read(self) -> None:
-        with self._stream:
-            while part := os.read(self._stream.fileno(), 1 << 16):
-                self._kept = (self._kept + part)[-_MAX_STDERR:]
-
-
 class SharedNote:
     """A JSON object in memory that a process shares with the processes that it forks.
 
     It outlives the process that wrote it. There are two places for it, in turn: if the writer is
-    killed while it writes, or another process reads at that moment, the value before is still
-    there.
+    killed while it writes, the value before is still there.
 
     Args:
         size: maximum bytes of the value; a larger value is not written.
@@ -510,29 +416,24 @@ class SharedNote:
 
     def __init__(self, size: int = 1 << 20) -> None:
         self._size = size
-        # Anonymous: no descriptor that a worker could inherit. Unused pages need no memory.
-        self._memory = mmap.mmap(-1, 2 * size)
+        # The first byte counts the values. Anonymous: no descriptor that a worker could inherit.
+        self._memory = mmap.mmap(-1, 1 + 2 * size)
+        self.write({})
 
     def write(self, value: dict[str, Any]) -> None:
         """Replace the value."""
-        number = self._newest()[0] + 1
-        data = json.dumps([number, value]).encode()
-        if _NOTE.size + len(data) <= self._size:
-            place = number % 2 * self._size
-            end = place + _NOTE.size + len(data)
-            self._memory[place:end] = _NOTE.pack(len(data), zlib.crc32(data)) + data
+        data = json.dumps(value).encode() + b"\n"
+        number = (self._memory[0] + 1) % 256
+        begin = 1 + number % 2 * self._size
+        if len(data) <= self._size:
+            self._memory[begin : begin + len(data)] = data
+            self._memory[0] = number
 
     def read(self) -> dict[str, Any]:
-        """Return the last value that was written completely; empty if there is none."""
-        return self._newest()[1]
-
-    def _newest(self) -> tuple[int, dict[str, Any]]:
-        found: list[tuple[int, dict[str, Any]]] = [(0, {})]
-        for place in (0, self._size):
-            length, checksum = _NOTE.unpack_from(self._memory, place)
-            begin = place + _NOTE.size
-            data = self._memory[begin : begin + length]
-            if data and checksum == zlib.crc32(data):
-                number, value = json.loads(data)
-                found.append((number, value))
-        return max(found, key=lambda each: each[0])
+        """Return the last value that was written completely."""
+        while True:
+            number = self._memory[0]
+            begin = 1 + number % 2 * self._size
+            data = self._memory[begin : self._memory.find(b"\n", begin)]
+            if number == self._memory[0]:  # else the writer has been here meanwhile
+                return json.loads(data)  # type: ignore[no-any-return]

@@ -10,10 +10,9 @@ from clusterjob.errors import PlacementError
 _MAX_NAMES = 65536  # the limit of Slurm's own tools
 _MAX_NAME = 255  # maximum characters of a host name
 _TOO_MANY = f"it names more than {_MAX_NAMES} hosts"
-_TOO_LONG = f"a name is longer than {_MAX_NAME} characters"
 _ITEM = re.compile(r"(?:[^\s,\[\]]+|\[[^\[\]]*\])+")
 _RANGE = re.compile(r"([0-9]{1,18})(?:-([0-9]{1,18}))?")
-_BRACKET = re.compile(r"\[([^\[\]]*)\]")
+_PART = re.compile(r"\[[^\[\]]*\]|[^\[\]]+")
 _NOT_IN_A_NAME = re.compile(r"[^\w.:%@+-]")  # characters special to a shell (CVE-2024-27763)
 
 
@@ -34,7 +33,9 @@ def expand_hostlist(text: str) -> list[str]:
     names: list[str] = []
     try:
         for item in split_hostlist(text):
-            names += _expand_name(item, _MAX_NAMES - len(names))
+            names += _expand_name(item)
+            if len(names) > _MAX_NAMES:
+                raise ValueError(_TOO_MANY)
     except ValueError as error:
         raise PlacementError(f"{text[:80]!r} is not a list of hosts: {error}") from error
     return names
@@ -51,21 +52,17 @@ def split_hostlist(text: str) -> list[str]:
     return _ITEM.findall(text)
 
 
-def _expand_name(item: str, most: int) -> list[str]:
-    first, *rest = _BRACKET.split(item)
-    texts, brackets = [first, *rest[1::2]], rest[::2]
-    if found := _NOT_IN_A_NAME.search("".join(texts)):
-        raise ValueError(f"a host name cannot contain {found[0]!r}")
-    if sum(map(len, texts)) + len(brackets) > _MAX_NAME:
-        raise ValueError(_TOO_LONG)
-    names = [first]
-    for numbers, text in zip(brackets, texts[1:], strict=True):
-        endings = [number + text for number in expand_numbers(numbers, most // len(names))]
+def _expand_name(item: str) -> list[str]:
+    names = [""]
+    for part in _PART.findall(item):
+        endings = [part]
+        if part.startswith("["):
+            endings = expand_numbers(part[1:-1], _MAX_NAMES // len(names))
+        elif found := _NOT_IN_A_NAME.search(part):
+            raise ValueError(f"a host name cannot contain {found[0]!r}")
         names = [name + ending for name in names for ending in endings]
         if len(names[0]) > _MAX_NAME:
-            raise ValueError(_TOO_LONG)
-    if len(names) > most:
-        raise ValueError(_TOO_MANY)
+            raise ValueError(f"a name is longer than {_MAX_NAME} characters")
     return names
 
 

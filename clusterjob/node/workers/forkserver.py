@@ -597,7 +597,7 @@ class Forkserver:
 
     def _send(self, message: Any) -> None:
         with contextlib.suppress(OSError):  # the agent has ended; the loop also sees EOF
-            self._control.send(messages.FROM_FORKSERVER.encode_json(message))
+            self._control.send(messages.FROM_FORKSERVER.encode(message))
 
     def _end_node(self) -> None:
         """Record the loss of the agent, unless its parent starts it again."""

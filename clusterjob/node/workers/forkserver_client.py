@@ -80,7 +80,7 @@ class ForkserverClient:
         """
         with contextlib.suppress(OSError):
             descriptors = [] if sent is None else [sent.fileno()]
-            socket.send_fds(self.control, [messages.FROM_AGENT.encode_json(message)], descriptors)
+            socket.send_fds(self.control, [messages.FROM_AGENT.encode(message)], descriptors)
         if sent is not None:
             sent.close()
 

@@ -76,7 +76,7 @@ class Failures:
     directory: Path
     attempt: int
     under_torchrun: bool
-    oom_kills: int = field(default_factory=lambda: processes.oom_kills()[0])
+    oom_kills: int = field(default_factory=processes.oom_kills)
 
     def of_node(self, why: str) -> Failure:
         """Return the failure of the node itself."""
@@ -135,8 +135,9 @@ class Failures:
         if not world.gpus and Meaning.NO_GPU_FOR_NCCL in failure_texts.meanings((message,)):
             message += _NO_NCCL_HINT
         by_kernel = signal_name == "SIGKILL" or Meaning.CHILD_KILLED in meanings  # perhaps
-        if by_kernel and (news := processes.describe_oom_kill(self.oom_kills)):
-            message, kind = f"{message} ({news})", FailureKind.OOM_HOST
+        if by_kernel and processes.oom_kills() > self.oom_kills:
+            message += " (out of memory: the kernel killed it)"
+            kind = FailureKind.OOM_HOST
         return Failure(
             rank,
             local,
