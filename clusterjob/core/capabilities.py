@@ -25,6 +25,7 @@ class Capability(enum.Enum):
     ARRAY_LIMITS = "array_limits"  # a maximum of running elements
     DEPENDENCIES = "dependencies"
     REQUEUE = "requeue"
+    MORE_MEMORY = "more_memory"  # the job can be queued again with more memory
     PREEMPTION_WARNINGS = "preemption_warnings"
     UNTIL_DONE = "until_done"  # queued again after each time limit
     LOGIN_HOSTS = "login_hosts"
@@ -97,6 +98,11 @@ _FEATURES = {
     ),
     Capability.REQUEUE: _Feature(
         lambda spec: spec.requeue, "the {cluster} cluster has no --requeue", _QUEUE
+    ),
+    Capability.MORE_MEMORY: _Feature(
+        lambda spec: spec.grows_memory,
+        "--retry {retry}: the {cluster} cluster cannot grow the memory of a job",
+        _QUEUE,
     ),
     Capability.PREEMPTION_WARNINGS: _Feature(
         lambda spec: spec.signal_before, "the {cluster} cluster has no --signal-before", _QUEUE

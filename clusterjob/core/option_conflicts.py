@@ -36,6 +36,10 @@ def check(spec: JobSpec) -> None:
     _check_notifications(spec)
     _check_metrics(spec)
     _check_environment(spec)
+    if spec.grows_memory and not spec.resources.mem:
+        raise SpecError(
+            "--retry oom_host:N:mem*FACTOR needs --mem", "give the memory per node, such as 64G"
+        )
     if spec.program.on_stdin and (spec.launcher in ("srun", "ray") or spec.elements()):
         raise SpecError(
             "a script on standard input needs --launcher agent or torchrun, and no array",

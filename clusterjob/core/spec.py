@@ -27,6 +27,7 @@ from clusterjob.node.options import (
     PREFLIGHT_MODES,
     START_MODES,
     LaunchOptions,
+    Retry,
 )
 from clusterjob.node.program import Program
 
@@ -202,6 +203,11 @@ class JobSpec:
         if self.template is not None and not self.template.is_file():
             raise SpecError(f"the template {str(self.template)!r} does not exist")
         program_check.check(self)
+
+    @property
+    def grows_memory(self) -> bool:
+        """Whether --retry queues the job again with more memory."""
+        return any(Retry.parse(text).memory for text in self.retry)
 
     @property
     def working_nodes(self) -> int:

@@ -31,7 +31,7 @@ from clusterjob.node.stacks.grouping import RankStack
 from clusterjob.node.states import Measure, NodeState
 from clusterjob.node.system import files, network, processes
 from clusterjob.node.system.sanitize import sanitize
-from clusterjob.node.verdict import Failure, JobState, Verdict, bounded
+from clusterjob.node.verdict import PREEMPTED_EXIT_CODE, Failure, JobState, Verdict, bounded
 
 if TYPE_CHECKING:
     from clusterjob.node.notifications import Notifier
@@ -449,6 +449,18 @@ class Coordinator:
 
     def _record_verdict(self, verdict: Verdict) -> Verdict:
         ledger = self._ledger
+        if factor := policy.more_memory(verdict, self._job.options, ledger.rounds):
+            reason = f"{verdict.reason}; queued again with {factor:g} times the memory"
+            again: dict[str, Any] = {
+                "state": JobState.PREEMPTED,
+                "exit_code": PREEMPTED_EXIT_CODE,
+            }
+            try:
+                ends.want_memory(self._job_dir, self._identity.attempt, factor)
+            except OSError as error:
+                reason = f"{verdict.reason} (not queued again: {error.strerror})"
+                again = {}
+            verdict = replace(verdict, reason=reason, **again)
         verdict = policy.end_attempt(
             self._job.options,
             self._job_dir,

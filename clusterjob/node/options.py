@@ -21,7 +21,9 @@ START_MODES = ("auto", "fork", "exec")
 LAUNCHERS = ("agent", "torchrun", "ray")
 PREFLIGHT_MODES = ("off", "warn", "refuse")
 GRACE = 3.0  # seconds between SIGTERM and SIGKILL of an ordered stop, without --grace
-_RETRY = re.compile(r"(?P<kind>[^:]*)(?::(?P<times>\d{1,6}))?", re.ASCII)
+_RETRY = re.compile(
+    r"(?P<kind>[^:]*)(?::(?P<times>\d{1,6}))?(?::mem\*(?P<memory>\d{1,2}(?:\.\d{1,3})?))?", re.ASCII
+)
 
 
 def _at_least(minimum: int) -> Callable[[str], int]:
@@ -59,27 +61,32 @@ class Retry:
     Attributes:
         times: maximum number of restarts in the whole job; None for that of --max-restarts, at
             least 1.
+        memory: the factor by which the memory grows each time; 0.0 for the same memory.
     """
 
     kind: FailureKind
     times: int | None = None
+    memory: float = 0.0
 
     @classmethod
     def parse(cls, text: str) -> Retry:
-        """Read ``KIND`` or ``KIND:N``.
+        """Read ``KIND``, ``KIND:N`` or ``oom_host:N:mem*FACTOR``.
 
         Raises:
             SpecError: the text has another form, or the kind is unknown.
         """
         found = _RETRY.fullmatch(text.strip())
         if found is None:
-            raise SpecError(f"{text!r}: write KIND or KIND:N")
+            raise SpecError(f"{text!r}: write KIND, KIND:N or oom_host:N:mem*1.5")
         kinds = [kind.value for kind in FailureKind]
         if found["kind"] not in kinds:
             hint = did_you_mean(found["kind"], kinds, f"the kinds are {', '.join(kinds)}")
             raise SpecError(f"{text!r}: there is no kind {found['kind']!r}", hint)
+        memory = float(found["memory"] or 0)
+        if found["memory"] and (found["kind"] != FailureKind.OOM_HOST or memory <= 1):
+            raise SpecError(f"{text!r}: only oom_host:N:mem*FACTOR, above 1, grows memory")
         times = found["times"]
-        return cls(FailureKind(found["kind"]), int(times) if times else None)
+        return cls(FailureKind(found["kind"]), int(times) if times else None, memory=memory)
 
 
 def retries(text: str) -> tuple[str, ...]:

@@ -28,6 +28,10 @@ USES: dict[Capability, dict[str, Any]] = {
     Capability.ARRAY_LIMITS: {"array": "0-3%2"},
     Capability.DEPENDENCIES: {"after": ("x-1",)},
     Capability.REQUEUE: {"requeue": True},
+    Capability.MORE_MEMORY: {
+        "retry": ("oom_host:2:mem*1.5",),
+        "resources": Resources(mem=1 << 30),
+    },
     Capability.PREEMPTION_WARNINGS: {"signal_before": 90},
     Capability.UNTIL_DONE: {"until_done": True},
     Capability.LOGIN_HOSTS: {"login": "login1"},

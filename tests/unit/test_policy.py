@@ -193,12 +193,16 @@ def test_retry_without_number_means_max_restarts(max_restarts: int, restarts: in
 
 
 def test_count_of_retry_includes_earlier_attempts() -> None:
-    rounds = tuple(round_end("oom_host", attempt=number) for number in (0, 1))
+    own = Restarts(0, "oom_host:2:mem*1.5")
+    assert own.after(FailureKind.OOM_HOST) == Restart(), "the job is queued again"
+    rounds = [round_end("oom_host", attempt=number) for number in range(3)]
     found = [
-        Restarts(0, "oom_host:2", earlier=rounds[:number]).after(FailureKind.OOM_HOST).retry
-        for number in (1, 2)
+        policy.more_memory(failed(FailureKind.OOM_HOST), own.options, rounds[:number])
+        for number in (1, 2, 3)
     ]
-    assert found == [True, False]
+    assert found == [1.5, 1.5, 0.0]
+    assert not policy.more_memory(failed(FailureKind.SIGNAL), own.options, rounds[:1])
+    assert not policy.more_memory(SUCCESS, own.options, rounds[:1])
 
 
 @pytest.mark.parametrize(
@@ -206,6 +210,7 @@ def test_count_of_retry_includes_earlier_attempts() -> None:
     [
         ("hang", Retry(FailureKind.HANG)),
         ("device:5", Retry(FailureKind.DEVICE, 5)),
+        ("oom_host:2:mem*1.5", Retry(FailureKind.OOM_HOST, 2, memory=1.5)),
     ],
 )
 def test_retry_is_read_from_text(text: str, retry: Retry) -> None:
@@ -219,7 +224,9 @@ def test_retry_is_read_from_text(text: str, retry: Retry) -> None:
         ("x", "the kinds are code, import, oom_host"),
         ("code:-1", ""),
         ("code:many", ""),
-        ("oom_host:1:mem*2", ""),
+        ("device:1:mem*2", ""),
+        ("oom_host:1:mem*0.5", ""),
+        ("oom_host:1:mem*0", ""),
         ("", "the kinds are"),
     ],
 )

@@ -112,7 +112,7 @@ def requeue(spec: JobSpec) -> list[str]:
     return (
         []
         if _given(spec, _OURS_AS_A_SWITCH) is not None
-        else ["--requeue" if spec.requeue else "--no-requeue"]
+        else ["--requeue" if spec.requeue or spec.grows_memory else "--no-requeue"]
     )
 
 

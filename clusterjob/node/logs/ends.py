@@ -10,6 +10,7 @@ All files are in the job's directory:
 - ``detached``: a request that the job continues without the submitting process.
 - ``cancelled``: a request to end the job, with SIGINT if the file contains ``interrupt``.
 - ``ends/warned.<attempt>``: a preemption warning for one attempt of the job.
+- ``ends/memory.<attempt>``: the factor of memory, in thousandths, with which a job is queued again.
 - For the job's script, which reads no JSON: ``ends/started.<attempt>`` (one with --until-done
   has begun), ``ends/code.<attempt>`` (the exit code of its verdict), ``ends/again.<attempt>`` (the
   job has to be queued again).
@@ -115,6 +116,16 @@ def want_stacks(job_dir: Path) -> None:
     """
     with contextlib.suppress(OSError):
         (job_dir / CANCEL_STACKS).touch(0o600)
+
+
+def want_memory(job_dir: Path, attempt: int, factor: float) -> None:
+    """Let the job's script queue the job again with `factor` times the memory.
+
+    Raises:
+        OSError: the request cannot be written.
+    """
+    thousandths = f"{round(factor * 1000)}\n".encode()
+    files.write_atomic(directory(job_dir) / f"memory.{attempt}", thousandths)
 
 
 def avoid(job_dir: Path, host: str) -> None:

@@ -123,6 +123,7 @@ def decide(
     if kind in retries:
         limit = _limit(retries[kind], options)
         again, why = sum(each.kind == kind for each in earlier) < limit, ""
+        again = again and not retries[kind].memory  # else the job is queued again
     else:
         # Of the failures of machines, the first ones are free.
         counted = [each for each in here if each not in retries]
@@ -138,6 +139,20 @@ def decide(
     pause = min(2.0 ** (row - 2), _LONGEST_PAUSE) if row > 1 else 0.0
     # A failure that only names a lost peer does not show whose node is at fault.
     return Restart(retry=True, avoid=rule.avoid and not failure.effect, pause=pause)
+
+
+def more_memory(verdict: Verdict, options: LaunchOptions, rounds: Sequence[RoundEnd]) -> float:
+    """Return the factor of memory with which the job must be queued again; 0.0 if it must not.
+
+    Args:
+        verdict: the verdict of this attempt.
+        options: --retry, whose counts hold for the whole job.
+        rounds: the rounds of all attempts, the last one included.
+    """
+    retry = _retries(options).get(verdict.failure.kind) if verdict.failure is not None else None
+    if retry is None or sum(each.kind == retry.kind for each in rounds) > _limit(retry, options):
+        return 0.0
+    return retry.memory
 
 
 def most_restarts(options: LaunchOptions, nnodes: int) -> int:
