@@ -12,7 +12,7 @@ SAME := --hypothesis-seed 0
 # Some images set this variable. Without cached bytecode, each command of a test compiles the package.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help demo test test-unit test-slow test-gpu packages lint bench picture clean
+.PHONY: help demo test test-unit test-slow test-gpu packages paddle lint bench picture clean
 
 help:  ## Print these targets
 	@sed -n 's/^\([a-z-]*\):.*  ## /\1\t/p' Makefile | expand -t 12
@@ -26,7 +26,7 @@ test: lint packages  ## Run lint and all tests except the slow fault and scale t
 test-unit: $(READY)  ## Run the unit tests: one minute, without root and daemons
 	$(BIN)/python -m pytest tests/unit $(SAME) $(FOUR)
 
-test-slow: $(READY) packages  ## Run the slow fault and scale tests
+test-slow: $(READY) packages paddle  ## Run the slow fault and scale tests
 	$(BIN)/python -m pytest -m slow $(FOUR)
 
 test-gpu:  ## Run the tests that need an NVIDIA GPU, with the torch of PYTHON
@@ -35,6 +35,9 @@ test-gpu:  ## Run the tests that need an NVIDIA GPU, with the torch of PYTHON
 
 packages:  ## Install the Debian packages of the tests, if missing; start no daemon
 	tools/packages.sh
+
+paddle: $(READY)  ## Install PaddlePaddle's CPU wheel into .venv-paddle, if missing
+	tools/paddle.sh
 
 lint: $(READY)  ## Run ruff, mypy, the import contracts and the check of words
 	$(BIN)/ruff check .
@@ -59,5 +62,5 @@ $(READY): pyproject.toml constraints.txt tools/setup.sh
 	tools/setup.sh dev
 
 clean:  ## Remove .venv, other environments and caches
-	rm -rf .venv .venv-gpu build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis \
+	rm -rf .venv .venv-paddle .venv-gpu build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis \
 	  .import_linter_cache

@@ -53,6 +53,7 @@ def environments() -> dict[str, dict[str, str]]:
 
     Each contains the variables of this process, too.
     """
+    endpoints = [f"10.0.0.{rank // 8}:{40000 + rank}" for rank in range(512)]
     world = World(
         0,
         "10.0.0.1",
@@ -64,6 +65,9 @@ def environments() -> dict[str, dict[str, str]]:
         first_rank=24,
         world_size=512,
         gpus=8,
+        endpoints_master="10.0.0.1:5000",
+        endpoints=",".join(endpoints),
+        own_endpoints=",".join(endpoints[24:32]),
     )
     ours = contract.worker_variables(world, 3, job_id="job", max_restarts=0) | {
         contract.JOB_ID: "job",

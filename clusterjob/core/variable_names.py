@@ -41,7 +41,7 @@ def check(name: str, value: str, flag: str = "--env") -> None:
             f"{name} is a variable of bash: the script on the node cannot set it",
             f"leave it out of {flag}",
         )
-    from clusterjob.node.contract import LAUNCH_VARIABLES
+    from clusterjob.node.environments.worker_variables import LAUNCH_VARIABLES
 
     if name in LAUNCH_VARIABLES or name.startswith("CLUSTERJOB_"):
         raise SpecError(f"{name} is set by the launcher for each worker", f"leave it out of {flag}")

@@ -64,6 +64,11 @@ class World:
             different numbers of workers).
         world_size: number of workers of the job.
         gpus: number of GPUs that a worker of this node sees.
+        endpoints_master: ``host:port`` that rank 0 binds itself, for a framework that needs it;
+            empty if no ports are reserved.
+        endpoints: endpoints of all workers, by rank, separated by commas; empty if the list is too
+            long for a variable.
+        own_endpoints: endpoints of this node's workers, in the same form.
         tasks_per_node: numbers of workers of the nodes, as Slurm writes them: ``8(x2),4``.
         step_nodes: names of the nodes, separated by commas, if they are not those of the Slurm
             step, in its order; else empty.
@@ -79,6 +84,9 @@ class World:
     first_rank: int
     world_size: int
     gpus: int = 0
+    endpoints_master: str = ""
+    endpoints: str = ""
+    own_endpoints: str = ""
     tasks_per_node: str = ""
     step_nodes: str = ""
 

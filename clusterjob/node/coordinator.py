@@ -15,7 +15,7 @@ from clusterjob.errors import RendezvousError
 from clusterjob.node import decide as core
 from clusterjob.node.contract import World
 from clusterjob.node.decide import Decision, Job, Ledger, Loss, Node, Stage, View
-from clusterjob.node.environments import slurm_env, this_node
+from clusterjob.node.environments import slurm_env, this_node, worker_variables
 from clusterjob.node.environments.topology import Topology, candidate_ports
 from clusterjob.node.logs import ends, log_files
 from clusterjob.node.logs.events import EventLog, ended_rounds, now
@@ -542,10 +542,24 @@ def with_store(
     else:  # a worker binds the port later, so it must not be ephemeral
         address = store_at if first.node_rank == topology.node_rank else first.address
         port = candidate_ports(f"{job.job_id}\0{round_.restart}", job.attempt)[0]
+    # One endpoint per worker. A node holds one more, which rank 0 binds for its framework.
+    held = all(len(peer.endpoints) > peer.nproc for peer in working)
+    of_all = [each for peer in working for each in peer.endpoints[: peer.nproc]]
+    endpoints = worker_variables.endpoint_list(of_all) if held else ""
     common: dict[str, Any] = {
         "master_addr": address,
         "master_port": port,
+        "endpoints_master": first.endpoints[-1] if held else "",
         "tasks_per_node": slurm_env.tasks_per_node([peer.nproc for peer in working]),
         "step_nodes": slurm_env.nodes_of_round([peer.host for peer in working], os.environ),
     }
-    return {node: replace(world, **common) for node, world in worlds.items()}, store
+    found = {
+        node: replace(
+            world,
+            **common,
+            endpoints=endpoints if peers[node].wants_endpoints else "",
+            own_endpoints=",".join(peers[node].endpoints[: world.nproc]),
+        )
+        for node, world in worlds.items()
+    }
+    return found, store

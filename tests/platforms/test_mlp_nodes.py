@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from launching import finish, rank_reports, script, start
+from launching import finish, rank_reports, script, start, with_paddle
 from namespaces import Machine, machines, skip_reason
 
 TRAIN = """
@@ -127,17 +127,21 @@ def test_nodes_with_ipv6_addresses_train(four: list[Machine], tmp_path: Path) ->
     assert first["weights"] == second["weights"]
 
 
-def test_platform_interface_between_nodes_is_used(tmp_path: Path, namespaces: None) -> None:
+def test_platform_interface_and_addresses_between_nodes_are_used(
+    tmp_path: Path, namespaces: None
+) -> None:
     with machines(2, "rdma0") as nodes:
+        path = with_paddle(tmp_path)
         environs = [
-            variables(nodes, index, 0) | {"MLP_IFNAME": name}
+            variables(nodes, index, 0) | {"MLP_IFNAME": name, "PYTHONPATH": path}
             for index, name in enumerate(["rdma0", "missing0"])
         ]
         text = """
             import json, os, pathlib
-            report = json.dumps(os.environ["GLOO_SOCKET_IFNAME"])
-            pathlib.Path(f"rank{os.environ['RANK']}.json").write_text(report)
+            rank, names = os.environ["RANK"], ("GLOO_SOCKET_IFNAME", "PADDLE_CURRENT_ENDPOINT")
+            report = json.dumps([os.environ[name].partition(":")[0] for name in names])
+            pathlib.Path(f"rank{rank}.json").write_text(report)
         """
         for code, output in launch(nodes, tmp_path, environs, *ENTRY, script(tmp_path, text)):
             assert code == 0, output
-    assert rank_reports(tmp_path, 2) == ["rdma0", "rdma0"]
+    assert rank_reports(tmp_path, 2) == [["rdma0", node.address] for node in nodes]

@@ -234,6 +234,13 @@ def write_tree(root: Path, **files: str) -> None:
         path.write_text(text)
 
 
+def with_paddle(directory: Path) -> str:
+    """Return a PYTHONPATH with an empty package `paddle`; agents find it but never import it."""
+    (directory / "installed" / "paddle").mkdir(parents=True)
+    (directory / "installed" / "paddle" / "__init__.py").touch()
+    return f"{ROOT}:{directory / 'installed'}"
+
+
 def rank_reports(directory: Path, nproc: int) -> list[dict[str, Any]]:
     """Return the contents of rank<N>.json of each rank."""
     return [json.loads((directory / f"rank{rank}.json").read_text()) for rank in range(nproc)]

@@ -162,15 +162,17 @@ def test_interface_defaults_do_not_override_user_variables(
 
 
 PLAIN = ("null", "tty1", "shm")
+GLOO = {"PADDLE_DISTRI_BACKEND": "gloo"}
 
 
 @pytest.mark.parametrize(
     ("names", "environ", "gpus", "found"),
     [
-        (PLAIN, {}, 0, {"ACCELERATE_USE_CPU": "true"}),
+        (PLAIN, {}, 0, {"ACCELERATE_USE_CPU": "true"} | GLOO),
+        (PLAIN, {"PADDLE_DISTRI_BACKEND": "auto"}, 0, {"ACCELERATE_USE_CPU": "true"}),
         (PLAIN, {}, 2, {}),
-        (PLAIN, {"ACCELERATE_USE_CPU": "false"}, 0, {}),
-        (PLAIN, {"ACCELERATE_TORCH_DEVICE": "false"}, 0, {}),
+        (PLAIN, {"ACCELERATE_USE_CPU": "false"}, 0, GLOO),
+        (PLAIN, {"ACCELERATE_TORCH_DEVICE": "false"}, 0, GLOO),
         # Another device may be used instead of the CPU.
         (("null", "davinci0"), {}, 0, {}),
         (("null", "accel"), {}, 0, {}),
@@ -181,7 +183,7 @@ PLAIN = ("null", "tty1", "shm")
         (("null", "mtgpu.0"), {}, 0, {}),
     ],
 )
-def test_cpu_workers_are_one_world_for_accelerate(
+def test_cpu_workers_are_one_world_for_accelerate_and_use_gloo_in_paddle(
     monkeypatch: pytest.MonkeyPatch,
     names: tuple[str, ...],
     environ: dict[str, str],

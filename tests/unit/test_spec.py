@@ -16,7 +16,7 @@ from clusterjob.core.job_secrets import Secret
 from clusterjob.core.resources import Resources
 from clusterjob.core.spec import MAX_NAME, JobSpec, default_name
 from clusterjob.errors import SpecError
-from clusterjob.node.contract import LAUNCH_VARIABLES
+from clusterjob.node.environments.worker_variables import LAUNCH_VARIABLES
 from clusterjob.node.options import parse
 from clusterjob.node.program import Program
 

@@ -11,6 +11,7 @@ from pathlib import Path
 from clusterjob.core.plans import PlannedCommand
 from clusterjob.core.records import Record
 from clusterjob.node import contract
+from clusterjob.node.environments import worker_variables
 from clusterjob.node.system import processes
 
 # The workers get this variable, so that a job that a worker submits is recorded in the same
@@ -38,7 +39,7 @@ def start(
     inherited = {
         name: value
         for name, value in os.environ.items()
-        if name not in contract.LAUNCH_VARIABLES
+        if name not in worker_variables.LAUNCH_VARIABLES
         and name not in hidden
         and (name == _HOME or not name.startswith("CLUSTERJOB_"))
     }

@@ -14,7 +14,7 @@ from typing import Any
 from clusterjob.backends import shared
 from clusterjob.core.options import flags_of_backend_option
 from clusterjob.errors import SpecError
-from clusterjob.node import contract
+from clusterjob.node.environments import worker_variables
 
 _KEYS = (
     "queue", "image", "flavor", "flavors", "storages", "priority", "preemptible", "retries",
@@ -147,7 +147,7 @@ class MlpOptions:
                     "list variables of this machine, or FIELD=VARIABLE, such as "
                     "ImageCredential.RegistryToken=REGISTRY_TOKEN",
                 )
-            if target.startswith("CLUSTERJOB_") or target in contract.LAUNCH_VARIABLES:
+            if target.startswith("CLUSTERJOB_") or target in worker_variables.LAUNCH_VARIABLES:
                 raise SpecError(f"secrets: {target} is set by the launcher", "remove it")
             found[target] = source
         return found

@@ -36,7 +36,7 @@ from clusterjob.node.rendezvous.identity import NodeJob
 from clusterjob.node.rendezvous.messages import ConnectionLost, Succession
 from clusterjob.node.rendezvous.succession import Earlier
 from clusterjob.node.states import Measure, Order, Stop
-from clusterjob.node.system import crashes, files, processes
+from clusterjob.node.system import crashes, files, network, processes
 from clusterjob.node.verdict import CANCELLED_EXIT_CODE, JobState, Verdict
 from clusterjob.node.workers.forkserver_client import ForkserverClient
 
@@ -91,6 +91,11 @@ class Agent:
             parent.note.read().get("rounds", 0), tells_life=node.options.hang_timeout is not None
         )
         self._interrupted_at = math.inf  # by Ctrl-C; workers then get SIGINT instead of SIGTERM
+        # One more port, which rank 0 binds itself.
+        self._held = worker_variables.hold_ports(nproc + 1)
+        address = this_node.own_address(node.topology)
+        # Node 0 of hosts with several addresses has them all in `address`.
+        host = address.partition(",")[0]
         self._hello = messages.Hello(
             node_rank=self._node_rank,
             host=this_node.node_name(),
@@ -98,7 +103,11 @@ class Agent:
             attempt=node.identity.attempt,
             nnodes=node.topology.nnodes,
             nproc=nproc,
-            address=this_node.own_address(node.topology),
+            address=address,
+            endpoints=tuple(
+                network.with_port(host, holder.getsockname()[1]) for holder in self._held
+            ),
+            wants_endpoints=worker_variables.may_use_paddle(node.options.program),
             key=node.identity.key,
         )
         self._workers = NodeWorkers(node, forkserver, self._report, self._send)

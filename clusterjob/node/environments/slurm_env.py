@@ -20,7 +20,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from clusterjob.errors import PlacementError
-from clusterjob.node.contract import LAUNCH_VARIABLES, World
+from clusterjob.node.contract import World
 from clusterjob.node.environments.topology import (
     OWN_ADDRESS,
     OWN_MASTER,
@@ -30,6 +30,7 @@ from clusterjob.node.environments.topology import (
     candidate_ports,
     whole_number,
 )
+from clusterjob.node.environments.worker_variables import LAUNCH_VARIABLES
 from clusterjob.node.system import network, processes
 from clusterjob.node.system.ranges import expand_hostlist
 

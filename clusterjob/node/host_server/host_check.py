@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from clusterjob.node.contract import LAUNCH_VARIABLES
+from clusterjob.node.environments.worker_variables import LAUNCH_VARIABLES
 from clusterjob.node.system import devices, network, processes
 
 Object = dict[str, Any]  # of JSON

@@ -237,6 +237,7 @@ class Membership:
             hello,
             host=sanitize(hello.host),
             address=sanitize(hello.address),
+            endpoints=tuple(map(sanitize, hello.endpoints)),
         )
         node_rank, host, pid = hello.node_rank, hello.host, hello.pid
         if hello.attempt != self._job.attempt:

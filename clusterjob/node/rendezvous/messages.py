@@ -38,6 +38,8 @@ class Hello:
     Attributes:
         node_rank: the number of its node.
         address: the address at which the other nodes reach it.
+        endpoints: the host:port that this node holds for each worker, and one more.
+        wants_endpoints: whether its workers need the endpoints of all nodes.
         key: drawn by the node; to join again it needs the same one.
     """
 
@@ -48,6 +50,8 @@ class Hello:
     nnodes: Number
     nproc: Annotated[int, Limit(MAX_WORKERS, minimum=1)]
     address: Text = ""
+    endpoints: Annotated[tuple[Text, ...], Limit(MAX_WORKERS + 1)] = ()
+    wants_endpoints: bool = False
     key: Text = ""
 
 

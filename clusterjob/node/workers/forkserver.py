@@ -26,7 +26,7 @@ from typing import Any
 
 from clusterjob.node import contract, program
 from clusterjob.node.contract import World
-from clusterjob.node.environments import slurm_env, this_node
+from clusterjob.node.environments import slurm_env, this_node, worker_variables
 from clusterjob.node.job_processes import TABLE
 from clusterjob.node.logs import ends, log_files
 from clusterjob.node.logs.job_dir import STORE_LOG
@@ -304,9 +304,11 @@ class Forkserver:
 
     def _rank_variables(self, world: World, local_rank: int) -> dict[str, str]:
         most = self._options.max_restarts
-        return contract.worker_variables(
-            world, local_rank, job_id=self._job_id, max_restarts=most
-        ) | slurm_env.worker_variables(world, local_rank, os.environ)
+        return (
+            contract.worker_variables(world, local_rank, job_id=self._job_id, max_restarts=most)
+            | worker_variables.paddle_variables(world, local_rank)
+            | slurm_env.worker_variables(world, local_rank, os.environ)
+        )
 
     def _fork_worker(
         self,
