@@ -410,7 +410,8 @@ class Coordinator:
             return
         order = succession.successors(self._peers, self._job.own)
         heirs = {node for node, _ in order}
-        brief = Succession(order, self._state.lasting.round + 1)
+        lasting = self._state.lasting
+        brief = Succession(order, lasting.round + 1, lasting.groups[-1].coordinator)
         full = replace(brief, state=self._state)  # each is one message: it is encoded once for all
         for peer in peers:
             if not peer.lost:

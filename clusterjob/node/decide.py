@@ -601,9 +601,14 @@ class _Step:
                 self._warn(sanitize(reason), self.job.options.warning)
         groups = self.ledger.groups
         if len(groups) == 2 and all(
-            node in nodes and nodes[node].state.seen == ledger.round + 1 for node in groups[1].nodes
+            node in nodes and self._knows_round(nodes[node].state) for node in groups[1].nodes
         ):
             self.change(groups=groups[1:])
+
+    def _knows_round(self, state: NodeState) -> bool:
+        groups = self.ledger.groups
+        began_by = groups[-1].coordinator if groups else 0
+        return (state.seen, state.seen_of) == (self.ledger.round + 1, began_by)
 
     def _note_loss(self, node: Node) -> None:
         ledger, rank = self.ledger, node.node_rank
@@ -658,7 +663,7 @@ class _Step:
             node
             for node, each in self.view.nodes.items()
             if each.here
-            and each.state.seen <= newest
+            and (each.state.seen < newest or self._knows_round(each.state))
             and (each.state.seen or each.joined_at <= began)
         }
 

@@ -114,6 +114,8 @@ class NodeState:
         dumps: the dumps of torch's flight recorder of that moment, relative to the job directory.
         measured: how the measuring process has ended: "done", or why it failed; empty before.
         seen: the number of the newest round whose members the node knows, plus 1.
+        seen_of: the coordinator's node that began this round: another one may have begun a round
+            with the same number in another part of the job.
         request: what was asked of this node for the whole job.
     """
 
@@ -136,6 +138,7 @@ class NodeState:
     dumps: Lines = ()
     measured: Text = ""
     seen: Number = 0
+    seen_of: Number = 0
     request: Request = Request()
 
 

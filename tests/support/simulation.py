@@ -105,6 +105,7 @@ class Machine:
     lease_until: float = 0.0
     stuck_until: float = 0.0  # its workers neither run nor end
     seen: int = 0
+    seen_of: int = 0
     disk: dict[str, Any] = field(default_factory=dict)
 
 
@@ -658,6 +659,7 @@ class Agent:
             reported=self.reported,
             collected=self.collected,
             seen=self.machine.seen,
+            seen_of=self.machine.seen_of,
             request=self.request,
         )
 
@@ -677,8 +679,9 @@ class Agent:
         if isinstance(order, End):
             self.end(order.state)
             return
-        if order.round >= 0:
-            self.machine.seen = max(self.machine.seen, order.round + 1)
+        if order.round + 1 > self.machine.seen:
+            self.machine.seen = order.round + 1
+            self.machine.seen_of = link.coordinator.ledger.groups[-1].coordinator
         if order.round < self.round:
             return
         if order.world is not None and order.round > self.round:

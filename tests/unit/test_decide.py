@@ -1261,6 +1261,18 @@ def test_coordinator_that_stood_still_before_the_next_round_gives_no_verdict() -
     assert cluster.wait(0.1) is Stage.RESIGN
 
 
+def test_node_that_knows_an_equal_round_of_another_coordinator_counts_for_that_one() -> None:
+    cluster = running(4, max_restarts=3, moves=True)
+    cluster.say(0, 1, 3, seen=1)
+    cluster.say(2, seen=1, seen_of=1)
+    cluster.decide()
+    for number in (1, 3):
+        cluster.lose(number)
+    cluster.finish()
+    assert cluster.wait(7.0) is Stage.RESIGN
+    assert not cluster.ledger.rounds
+
+
 def test_larger_part_of_a_split_job_goes_on() -> None:
     cluster = split(5, [0, 1, 2])
     assert cluster.ledger.stage is Stage.WAIT

@@ -88,7 +88,8 @@ class Agent:
         self._supervisor = this_node.supervisor(os.environ, parent.pid)
         self._crashes = crashes.Crashes()
         self._report = StateReport(
-            parent.note.read().get("rounds", 0), tells_life=node.options.hang_timeout is not None
+            parent.note.read().get("round", (0, 0)),
+            tells_life=node.options.hang_timeout is not None,
         )
         self._interrupted_at = math.inf  # by Ctrl-C; workers then get SIGINT instead of SIGTERM
         # One more port, which rank 0 binds itself.
@@ -270,7 +271,7 @@ class Agent:
 
     def _note_succession(self, message: Succession) -> None:
         """Record which nodes may take the coordinator's place, and that this node knows it."""
-        nodes, seen = [node for node, _ in message.successors], message.rounds_seen
+        nodes = [node for node, _ in message.successors]
         state, own = message.state, self._node_rank
         self._earlier = None
         if state is not None and own in nodes:
@@ -286,10 +287,12 @@ class Agent:
                     received_at=time.monotonic(),
                 )
         addresses = [address for _, address in message.successors]
-        self._parent.keep(successors=addresses, rounds=seen)
-        if seen != self._report.state.seen:
+        self._parent.keep(successors=addresses)
+        # Not a round with the same number: a node counts for one part of a split job alone.
+        if message.seen > self._report.state.seen:
             self._deadline, self._alone = None, 0  # the search was successful
-            self._report.set(seen=seen)
+            self._report.set(seen=message.seen, seen_of=message.seen_of)
+            self._parent.keep(round=(message.seen, message.seen_of))
 
     async def _coordinate(self, earlier: Earlier | None) -> None:
         """Become the coordinator: at the start of the job, or in the place of an earlier one."""

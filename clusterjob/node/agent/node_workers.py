@@ -55,7 +55,7 @@ _ANSWER_BYTES = 48 << 10  # of the failures in an answer about missing ranks
 _TEXT, _SHORT = 4096, 200
 _LINE = 300  # characters of a line in an answer
 # The fields of a state that a new round does not change.
-_OF_NODE = ("measured", "seen", "request")
+_OF_NODE = ("measured", "seen", "seen_of", "request")
 _ALIVE_SECONDS = 1.0  # between two signs of life that are worth a message
 _FROM_WORKER = (Phase.RENDEZVOUS, Phase.INIT, Phase.RUNNING)  # the phases that a worker reports
 _OVER = (Phase.STOP, Phase.ENDED)
@@ -73,7 +73,7 @@ class StateReport:
     """The state of one node.
 
     Args:
-        seen: the newest round that this node's last agent has seen, plus 1.
+        seen: `seen` and `seen_of` of the state of this node's last agent.
         tells_life: whether the coordinator needs the signs of life, because it looks for a hang.
 
     Attributes:
@@ -84,9 +84,9 @@ class StateReport:
         alive_at: the monotonic time of the last sign of life of a worker.
     """
 
-    def __init__(self, seen: int = 0, *, tells_life: bool = True) -> None:
+    def __init__(self, seen: Sequence[int] = (0, 0), *, tells_life: bool = True) -> None:
         self.changed = asyncio.Event()
-        self.state = NodeState(seen=seen)
+        self.state = NodeState(seen=seen[0], seen_of=seen[1])
         self.stopped_at = math.inf
         self.alive_at = self._told_at = time.monotonic()
         self._tells_life = tells_life

@@ -111,7 +111,7 @@ class AgentParent:
 
         ``joined``: whether this node has joined the coordinator; ``coordinates``: whether this node
         is the coordinator's; ``successors``: addresses where the next coordinator may listen;
-        ``rounds``: the newest round that it has seen, plus 1; ``why``: why this agent kills itself;
+        ``round``: the newest round that it has seen; ``why``: why this agent kills itself;
         ``until``: the monotonic time until which the workers may run without a sign of the agent.
         """
         self.note.write(self.note.read() | values)

@@ -168,12 +168,13 @@ class Succession:
 
     Attributes:
         successors: each with its address.
-        rounds_seen: the number of the round, plus 1.
+        seen, seen_of: the round; see `clusterjob.node.states.NodeState`.
         state: the coordinator's state; None for an agent that is no successor.
     """
 
     successors: Annotated[tuple[tuple[Number, Text], ...], Limit(MAX_SUCCESSORS)]
-    rounds_seen: Number
+    seen: Number
+    seen_of: Number
     state: CoordinatorState | None = None
 
 

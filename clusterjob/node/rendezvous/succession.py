@@ -67,7 +67,7 @@ def may_go_on(groups: Iterable[Members], present: Set[int]) -> bool:
     """
 
     def holds(group: Members) -> bool:
-        most, twice = len(group.nodes), 2 * len(present.intersection(group.nodes))
+        most, twice = len(group.nodes), 2 * len(present & set(group.nodes))
         return twice > most or (twice == most and group.coordinator in present)
 
     return all(map(holds, groups))
