@@ -146,7 +146,6 @@ OF_NODE_0 = {"failure": failure(node_rank=0), "age": 0, "exited": True}
 MALFORMED: dict[str, Any] = {
     "a name that is a list": {"type": ["NodeState"]},
     "a message of the coordinator": {"type": "Order"},
-    "an internal message of the coordinator": {"type": "ConnectionLost", "why": "x"},
     "a failure without fields": failing(failure={}),
     "a failure that is a number": failing(failure=1),
     "a failure of rank -1": failing(failure=failure(rank=-1)),

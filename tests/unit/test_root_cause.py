@@ -215,14 +215,6 @@ def test_rank_with_exit_code_0_is_cause_if_its_exit_is_noticed_at_most_2_s_late(
     assert (root.message == at_once) == (cause == 0)
 
 
-def test_rank_with_cut_traceback_is_not_named_beside_rank_with_collective() -> None:
-    root_cause = RootCause((failure(0, code=0), 10.0))
-    root_cause.add(lost(1, ALL_REDUCE), 10.5)
-    root_cause.add(replace(lost(2, ALL_REDUCE), last_lines=ALL_REDUCE[:2]), 10.6)
-    message = "ended with exit code 0 0.5 s before; rank 1 was in all_reduce"
-    assert root_cause.root().message == message
-
-
 report = st.tuples(
     st.integers(0, 3),
     st.integers(0, 2),

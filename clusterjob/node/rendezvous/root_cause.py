@@ -101,7 +101,7 @@ def _early_exit(entries: Collection[Entry], exits: Collection[Entry]) -> Failure
     if not before or not in_torch:
         return None
     seconds = failures[0].at - before[0].at
-    return _as_cause([entry.failure for entry in before], seconds, effects=in_torch)
+    return _as_cause(before[0].failure, seconds, effects=in_torch)
 
 
 def completed(announced: Failure, end: Failure, *, by_stop: bool) -> Failure:
@@ -126,27 +126,20 @@ def completed(announced: Failure, end: Failure, *, by_stop: bool) -> Failure:
     return replace(announced, message=f"{announced.message}{after}", last_lines=end.last_lines)
 
 
-def _as_cause(exits: Sequence[Failure], seconds: float, effects: Sequence[Failure]) -> Failure:
+def _as_cause(first: Failure, seconds: float, effects: Sequence[Failure]) -> Failure:
     """Return the rank that ended first as the root cause of the others' failures.
 
     Args:
-        exits: the ranks that ended with exit code 0, in order of time.
-        seconds: from the end of the first of them to the first failure of another rank.
+        first: the first rank that ended with exit code 0.
+        seconds: from its end to the first failure of another rank.
         effects: the failures of other ranks in torch.distributed.
     """
     before = f"{seconds:.1f} s before" if seconds >= 0.05 else "at that moment"
-    also = f", as {_named(exits[1:])} did" if exits[1:] else ""
-    calls = {effect: failure_texts.collective(effect.last_lines) for effect in effects}
-    # The traceback of a rank that was stopped may be incomplete.
-    known = [effect for effect, call in calls.items() if call] or effects
-    where = ", ".join(sorted({calls[effect] or "a collective" for effect in known}))
-    text = f"{_named(known)} {'was' if len(known) == 1 else 'were'} in {where}"
-    message = f"ended with exit code 0 {before}{also}; {text}"
-    return replace(exits[0], kind=FailureKind.EARLY_EXIT, message=message)
-
-
-def _named(failures: Sequence[Failure]) -> str:
-    return ranks_text(each.rank for each in failures if each.rank is not None)
+    calls = {failure_texts.collective(effect.last_lines) or "a collective" for effect in effects}
+    named = ranks_text(each.rank for each in effects if each.rank is not None)
+    text = f"{named} {'was' if len(effects) == 1 else 'were'} in {', '.join(sorted(calls))}"
+    message = f"ended with exit code 0 {before}; {text}"
+    return replace(first, kind=FailureKind.EARLY_EXIT, message=message)
 
 
 def of_hang(
