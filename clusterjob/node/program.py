@@ -177,35 +177,16 @@ def run_as_main(program: Program, on_failure: Callable[[str, int, str, str], Non
             on_failure(text_of(request.code), 1, "code", place(request))
         raise
     except BaseException as error:
-        failure = error
-    else:
-        sys.exit(0)
-    interrupted = isinstance(failure, KeyboardInterrupt)
-    exit_code = 130 if interrupted else 1
-    on_failure(summary(failure), exit_code, failure_kind(failure), place(failure))
-    _show(failure)  # outside `except`: an error in the hook then has no __context__
-    if interrupted:
-        sys.excepthook = lambda *_: None  # `_show` has already printed the exception
-        raise failure  # the interpreter then ends by SIGINT, as usual
-    sys.exit(1)
-
-
-def _show(error: BaseException) -> None:
-    """Show an uncaught exception as the interpreter does.
-
-    It goes through the program's sys.excepthook, with only the program's own frames.
-    """
-    strip(error)
-    try:
+        interrupted = isinstance(error, KeyboardInterrupt)
+        exit_code = 130 if interrupted else 1
+        on_failure(summary(error), exit_code, failure_kind(error), place(error))
+        strip(error)
         sys.excepthook(type(error), error, error.__traceback__)
-    except SystemExit:
-        raise
-    except BaseException as failed:
-        strip(failed)
-        sys.stderr.write("Error in sys.excepthook:\n")
-        sys.__excepthook__(type(failed), failed, failed.__traceback__)
-        sys.stderr.write("\nOriginal exception was:\n")
-        sys.__excepthook__(type(error), error, error.__traceback__)
+        if interrupted:
+            sys.excepthook = lambda *_: None  # the exception has been shown
+            raise  # the interpreter then ends by SIGINT, as usual
+        sys.exit(1)
+    sys.exit(0)
 
 
 def strip(error: BaseException, seen: frozenset[int] | set[int] = frozenset()) -> None:

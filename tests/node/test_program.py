@@ -354,11 +354,6 @@ sys.excepthook = lambda kind, error, frames: print(
     'hook', kind.__name__, error, frames.tb_lineno, frames.tb_next
 )
 raise ValueError('boom')
-## excepthook fails
-import sys
-def hook(kind, error, frames): raise KeyError('in the hook')
-sys.excepthook = hook
-raise ValueError('boom')
 ## no newline
 import sys
 sys.stdout.write('no newline')
