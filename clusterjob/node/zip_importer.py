@@ -13,17 +13,28 @@ modules, and the templates, from the installed package, which must have the same
 from __future__ import annotations
 
 import sys
-from importlib.machinery import ModuleSpec
+from importlib.machinery import ModuleSpec, SourceFileLoader
 
 # typing is not imported: it would slow every start from the zip.
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Sequence
-    from types import CodeType, ModuleType
+    from types import ModuleType
+
+
+class _Loader(SourceFileLoader):
+    """Load one module, whose source is known."""
+
+    def __init__(self, name: str, path: str, source: bytes) -> None:
+        super().__init__(name, path)
+        self._source = source
+
+    def get_data(self, path: str) -> bytes:
+        return self._source if path == self.path else super().get_data(path)
 
 
 class ZipImporter:
-    """Find and load the modules of the block.
+    """Find the modules of the block.
 
     Args:
         package_file: the path of the package's ``__init__.py`` inside the zip.
@@ -34,7 +45,7 @@ class ZipImporter:
     def __init__(self, package_file: str, block: str) -> None:
         self.archive = package_file.removesuffix("/clusterjob/__init__.py")
         self._block = block
-        self._modules: dict[str, tuple[str, str]] | None = None  # file and source by name
+        self._modules: dict[str, tuple[str, bytes]] | None = None  # file and source by name
 
     def find_spec(
         self,
@@ -45,53 +56,32 @@ class ZipImporter:
         """Return a module's spec if the block contains it; a method of sys.meta_path finders."""
         if not name.startswith("clusterjob."):
             return None
-        file, _ = self._find(name)
+        file, source = self._find(name)
         if not file:
             # Let the interpreter's own finder search the installed package.
             package = installed()
             if package is not None and isinstance(path, list):
                 path.append("/".join((package, *name.split(".")[1:-1])))
             return None
-        is_package = file.endswith("/__init__.py")
-        spec = ModuleSpec(name, self, origin=f"{self.archive}/{file}", is_package=is_package)  # type: ignore[arg-type]
-        if is_package:
-            spec.submodule_search_locations = [f"{self.archive}/{file.rpartition('/')[0]}"]
+        loader = _Loader(name, f"{self.archive}/{file}", source)
+        spec = ModuleSpec(name, loader, origin=loader.path)
+        if loader.is_package(name):
+            spec.submodule_search_locations = [loader.path.removesuffix("/__init__.py")]
         spec.has_location = True
         return spec
 
-    def create_module(self, spec: ModuleSpec) -> None:
-        """Use the default module creation."""
-
-    def exec_module(self, module: ModuleType) -> None:
-        """Run a module's code."""
-        code = self.get_code(module.__name__)
-        exec(code, module.__dict__)
-
-    def get_code(self, name: str) -> CodeType:
-        """Return a module's code; `exec_module` and runpy use it."""
-        file, source = self._find(name)
-        return compile(source, f"{self.archive}/{file}", "exec", dont_inherit=True)
-
-    def get_source(self, name: str) -> str | None:
-        """Return a module's source, for tracebacks."""
-        return self._find(name)[1] or None
-
-    def is_package(self, name: str) -> bool:
-        """Return whether a module is a package, for runpy."""
-        return self._find(name)[0].endswith("/__init__.py")
-
-    def _find(self, name: str) -> tuple[str, str]:
+    def _find(self, name: str) -> tuple[str, bytes]:
         """Return the file and the source of a module; empty if the block does not contain it."""
         if self._modules is None:
             import zlib
             from binascii import a2b_base64
 
-            parts = zlib.decompress(a2b_base64(self._block)).decode().split("\0")
+            parts = zlib.decompress(a2b_base64(self._block)).split(b"\0")
             self._modules, self._block = {}, ""
-            for file, source in zip(parts[::2], parts[1::2], strict=True):
+            for file, source in zip(map(bytes.decode, parts[::2]), parts[1::2], strict=True):
                 stem = file.removesuffix(".py").removesuffix("/__init__")
                 self._modules[stem.replace("/", ".")] = file, source
-        return self._modules.get(name, ("", ""))
+        return self._modules.get(name, ("", b""))
 
 
 def install(package_file: str, block: str) -> None:

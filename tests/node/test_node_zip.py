@@ -128,7 +128,8 @@ def test_node_zip_holds_only_modules_that_jobs_need(zip_file: Path) -> None:
     code = (
         "import sys, json; sys.path.insert(0, sys.argv[1]); import clusterjob;"
         "sys.meta_path[0]._find('');"
-        "json.dump(list(sys.meta_path[0]._modules.values()), sys.stdout)"
+        "modules = sys.meta_path[0]._modules.values();"
+        "json.dump([(file, text.decode()) for file, text in modules], sys.stdout)"
     )
     done = subprocess.run(
         [sys.executable, "-I", "-c", code, zip_file], capture_output=True, check=True
