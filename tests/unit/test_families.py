@@ -244,14 +244,7 @@ NODES: dict[str, tuple[dict[str, str], Topology, tuple[str, ...]]] = {
     "pai": (
         RANKS | {"NPROC_PER_NODE": "8", "DLC_JOB_ID": "dlc1"},
         Topology(
-            2, 1, nproc_per_node=8, master_addr="job-master-0", master_port=23456, source="pai"
-        ),
-        ("WORLD_SIZE",),
-    ),
-    "aihc": (
-        RANKS | {"NPROC_PER_NODE": "8", "AIHC_JOB_NAME": "j"},
-        Topology(
-            2, 1, nproc_per_node=8, master_addr="job-master-0", master_port=23456, source="aihc"
+            2, 1, nproc_per_node=8, master_addr="job-master-0", master_port=23456, source="nodes"
         ),
         ("WORLD_SIZE",),
     ),
@@ -263,7 +256,7 @@ NODES: dict[str, tuple[dict[str, str], Topology, tuple[str, ...]]] = {
             nproc_per_node=None,
             master_addr="job-master-0",
             master_port=23456,
-            source="volcano",
+            source="nodes",
         ),
         (),
     ),

@@ -38,13 +38,6 @@ _MLP_SIGNS = " ".join(
     ["MLP_ROLE", "MLP_ROLE_INDEX"]
     + [f"MLP_{role}_{what}" for role in _MLP_ROLES for what in ("NUM", "0_HOST", "0_PRIMARY_HOST")]
 )
-# Prefixes of variables that identify a platform on which RANK counts nodes.
-_RANK_PLATFORMS = (
-    ("pai", ("DLC_", "PAI_")),
-    ("aihc", ("AIHC_",)),
-    ("volcano", ("VC_", "VK_TASK_INDEX", "VOLCANO_")),
-    ("pytorchjob", ("PET_",)),
-)
 
 
 # -- what most families have in common -------------------------------------------------------------
@@ -289,26 +282,6 @@ def _kubeflow(found: Finding) -> Topology | None:
     found.endpoint("PET_RDZV_ENDPOINT")
     found.number("master_port", "PET_MASTER_PORT", required=False)
     return found.node()
-
-
-def _rank_of_nodes(found: Finding) -> Topology | None:
-    """Read RANK and WORLD_SIZE where they count nodes; with LOCAL_RANK they count processes.
-
-    These are Kubeflow's PyTorchJob v1, Volcano's pytorch plugin, PAI DLC and Baidu's AIHC. Sources:
-    https://www.kubeflow.org/docs/components/trainer/legacy-v1/user-guides/pytorch/,
-    https://volcano.sh/en/docs/pytorch_on_volcano/,
-    https://help.aliyun.com/zh/pai/user-guide/built-in-environment-variables,
-    https://cloud.baidu.com/doc/AIHC/index.html
-    """
-    found.source = next(
-        (
-            name
-            for name, marks in _RANK_PLATFORMS
-            if any(key.startswith(marks) for key in found.environ)
-        ),
-        found.source,
-    )
-    return _node(found)
 
 
 def _is_volcano(found: Finding) -> bool:
@@ -557,6 +530,12 @@ FAMILIES = (
         partial(_node, hosts="VC_WORKER_HOSTS"),
         is_platform=True,
     ),
+    # RANK and WORLD_SIZE count nodes under Kubeflow's PyTorchJob v1, Volcano's pytorch plugin, PAI
+    # DLC and Baidu's AIHC; with LOCAL_RANK they count processes. Sources:
+    # https://www.kubeflow.org/docs/components/trainer/legacy-v1/user-guides/pytorch/,
+    # https://volcano.sh/en/docs/pytorch_on_volcano/,
+    # https://help.aliyun.com/zh/pai/user-guide/built-in-environment-variables,
+    # https://cloud.baidu.com/doc/AIHC/index.html
     # RANK without LOCAL_RANK is ambiguous, so more specific families come first. Volcano's index
     # comes later: it counts the pods of one task of the job, and RANK counts those of all tasks.
     Family(
@@ -564,8 +543,7 @@ FAMILIES = (
         "RANK",
         {"node_rank": "RANK", "nnodes": "WORLD_SIZE"},
         {"nproc_per_node": "NPROC_PER_NODE"},
-        _rank_of_nodes,
-        lambda found: not found.is_set("LOCAL_RANK"),
+        applies=lambda found: not found.is_set("LOCAL_RANK"),
         is_platform=True,
     ),
     Family(
