@@ -69,9 +69,6 @@ class World:
         endpoints: endpoints of all workers, by rank, separated by commas; empty if the list is too
             long for a variable.
         own_endpoints: endpoints of this node's workers, in the same form.
-        tasks_per_node: numbers of workers of the nodes, as Slurm writes them: ``8(x2),4``.
-        step_nodes: names of the nodes, separated by commas, if they are not those of the Slurm
-            step, in its order; else empty.
     """
 
     restart: int
@@ -87,8 +84,6 @@ class World:
     endpoints_master: str = ""
     endpoints: str = ""
     own_endpoints: str = ""
-    tasks_per_node: str = ""
-    step_nodes: str = ""
 
 
 def worker_variables(

@@ -551,8 +551,6 @@ def with_store(
         "master_addr": address,
         "master_port": port,
         "endpoints_master": first.endpoints[-1] if held else "",
-        "tasks_per_node": slurm_env.tasks_per_node([peer.nproc for peer in working]),
-        "step_nodes": slurm_env.nodes_of_round([peer.host for peer in working], os.environ),
     }
     found = {
         node: replace(

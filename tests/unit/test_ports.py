@@ -119,7 +119,7 @@ def test_all_nodes_get_the_port_of_the_store() -> None:
     assert list(found) == [2, 0, 1]
     for node, world in found.items():
         assert (world.master_addr, world.master_port) == ("127.0.0.1", port)
-        assert replace(world, master_addr="", master_port=0, tasks_per_node="") == worlds[node]
+        assert replace(world, master_addr="", master_port=0) == worlds[node]
 
 
 @pytest.mark.parametrize(

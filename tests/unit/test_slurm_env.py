@@ -282,31 +282,14 @@ def test_attempt_of_requeued_job_is_restart_count() -> None:
         this_node.read_attempt({"SLURM_RESTART_COUNT": "x"})
 
 
-@pytest.mark.parametrize(
-    ("hosts", "listed", "nodes"),
-    [
-        (["n1", "n2"], "n[1-2]", ""),
-        (["n3", "n2"], "n[1-3]", "n3,n2"),
-        (["n1"], "n[1-", "n1"),
-        (["n1", "n2"], "", ""),
-        (["n" * 40000], "n1", ""),
-    ],
-)
-def test_nodes_of_round_are_named_if_they_are_not_those_of_the_step(
-    hosts: list[str], listed: str, nodes: str
-) -> None:
-    assert slurm_env.nodes_of_round(hosts, {"SLURM_STEP_NODELIST": listed}) == nodes
-
-
 def test_worker_after_a_lost_node_has_slurm_variables_of_its_round() -> None:
     world = World(
-        1, "n3", master_port=1, agent_store=True, node_rank=1, nnodes=3, nproc=2, first_rank=4,
-        world_size=8, tasks_per_node=slurm_env.tasks_per_node([4, 2, 2]), step_nodes="n3,n1,n4",
+        1, "n3", master_port=1, agent_store=True, node_rank=2, nnodes=4, nproc=2, first_rank=4,
+        world_size=8,
     )  # fmt: skip
     found = slurm_env.worker_variables(world, 1, {"SLURM_STEP_ID": "0"})
-    assert found.pop("SLURM_STEP_NODELIST") == "n3,n1,n4"
-    assert found.pop("SLURM_STEP_TASKS_PER_NODE") == "4,2(x2)"
+    assert found.pop("SLURM_STEP_TASKS_PER_NODE") == "2(x4)"
     assert found.pop("SLURM_GTIDS") == "4,5"
-    assert (found["SLURM_PROCID"], found["SLURM_LOCALID"], found["SLURM_NODEID"]) == ("5", "1", "1")
+    assert (found["SLURM_PROCID"], found["SLURM_LOCALID"], found["SLURM_NODEID"]) == ("5", "1", "2")
     assert {found[f"SLURM_{name}"] for name in ("NTASKS", "NPROCS", "STEP_NUM_TASKS")} == {"8"}
     assert slurm_env.worker_variables(world, 1, {}) == {}

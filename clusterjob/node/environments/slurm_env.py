@@ -13,10 +13,8 @@ Slurm 22.05.
 
 from __future__ import annotations
 
-import contextlib
-import itertools
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
 
 from clusterjob.errors import PlacementError
@@ -44,7 +42,6 @@ _LOWEST_OF_NO_STEP = 0xFFFFFFF0
 _NO_STEPS = ("batch", "interactive", "extern")
 _MAX_NODES = 65536
 _TASKS = re.compile(r"([1-9]\d{0,17})(?:\(x([1-9]\d{0,17})\))?", re.ASCII)
-_LONGEST_LIST = 32768  # characters of the list of nodes in a message
 SIGNS = "SLURM_STEP_ID SLURM_PROCID SLURM_JOB_ID"  # the family applies if one of these is set
 _NPROC = "CLUSTERJOB_NPROC_PER_NODE"
 _TIMEOUT = 4.0  # seconds for one scontrol command
@@ -224,7 +221,7 @@ def resolve_master_address(topology: Topology, environ: Mapping[str, str]) -> To
         return topology
     addresses = [OWN_ADDRESS]
     if topology.nnodes > 1:
-        addresses = _launch_address(name, environ) or node_addresses(name, environ)
+        addresses = node_addresses(name, environ)
     if not addresses:
         raise PlacementError(
             f"node 0 is {name}, which does not resolve here ({error}), and Slurm "
@@ -232,19 +229,6 @@ def resolve_master_address(topology: Topology, environ: Mapping[str, str]) -> To
             "`export MASTER_ADDR=ADDRESS` before srun sets the address of the step's first node",
         )
     return replace(topology, master_addr=addresses[0])
-
-
-def _launch_address(name: str, environ: Mapping[str, str]) -> list[str]:
-    """Return the address of the node that ran srun, if that is node 0.
-
-    It is node 0 if srun ran in a batch script, which runs on the job's first node.
-    """
-    address = environ.get("SLURM_LAUNCH_NODE_IPADDR", "").strip()
-    if environ.get("ENVIRONMENT") == "BATCH" and address and not network.is_loopback(address):
-        with contextlib.suppress(PlacementError):
-            if expand_hostlist(environ.get("SLURM_JOB_NODELIST", ""))[:1] == [name]:
-                return [address]
-    return []
 
 
 def node_addresses(names: str, environ: Mapping[str, str]) -> list[str]:
@@ -286,26 +270,6 @@ def rendezvous_port(environ: Mapping[str, str]) -> int:
 # -- variables of workers and commands -------------------------------------------------------------
 
 
-def tasks_per_node(counts: Sequence[int]) -> str:
-    """Return numbers of tasks in Slurm's form: ``8(x2),4``."""
-    runs = [(count, len([*same])) for count, same in itertools.groupby(counts)]
-    return ",".join(f"{count}(x{times})" if times > 1 else f"{count}" for count, times in runs)
-
-
-def nodes_of_round(hosts: Sequence[str], environ: Mapping[str, str]) -> str:
-    """Return the names of a round's nodes; empty if they are the step's, or outside a step.
-
-    Args:
-        hosts: the nodes that run workers, in the order of their ranks.
-        environ: the coordinator's environment.
-    """
-    listed, text = environ.get("SLURM_STEP_NODELIST", ""), ",".join(hosts)
-    with contextlib.suppress(PlacementError):
-        if expand_hostlist(listed) == [*hosts]:
-            return ""
-    return text if listed and len(text) <= _LONGEST_LIST else ""
-
-
 def worker_variables(world: World, local_rank: int, environ: Mapping[str, str]) -> dict[str, str]:
     """Return Slurm's variables of a worker as of a task of its own; empty outside a step.
 
@@ -320,8 +284,7 @@ def worker_variables(world: World, local_rank: int, environ: Mapping[str, str]) 
     if not environ.get("SLURM_STEP_ID"):
         return {}
     count, first = str(world.world_size), world.first_rank
-    nodes = {"SLURM_STEP_NODELIST": world.step_nodes} if world.step_nodes else {}
-    return nodes | {
+    return {
         "SLURM_PROCID": str(first + local_rank),
         "SLURM_LOCALID": str(local_rank),
         "SLURM_NODEID": str(world.node_rank),
@@ -329,7 +292,8 @@ def worker_variables(world: World, local_rank: int, environ: Mapping[str, str]) 
         "SLURM_NPROCS": count,
         "SLURM_STEP_NUM_TASKS": count,
         "SLURM_STEP_NUM_NODES": str(world.nnodes),
-        "SLURM_STEP_TASKS_PER_NODE": world.tasks_per_node,
+        # As if all nodes had as many workers: no message has the numbers of the others.
+        "SLURM_STEP_TASKS_PER_NODE": f"{world.nproc}(x{world.nnodes})",
         "SLURM_GTIDS": ",".join(map(str, range(first, first + world.nproc))),
     }
 
