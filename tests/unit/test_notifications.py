@@ -187,7 +187,7 @@ def test_place_is_tried_four_times_and_reported_without_its_url(tmp_path: Path) 
     assert (tmp_path / "tries").read_text() == "x\nx\n"
     assert said == [
         "--notify-cmd: not sent after 4 attempts: exit code 4: no \\x1b[2Jroute",
-        "json://: not sent after 4 attempts: HTTP 302",
+        "json://: not sent after 4 attempts: refused, or no answer",
     ]
 
 
