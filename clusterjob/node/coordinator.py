@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import os
 import socket
 import time
 from collections.abc import Callable, Iterable, Mapping
@@ -15,7 +14,7 @@ from clusterjob.errors import RendezvousError
 from clusterjob.node import decide as core
 from clusterjob.node.contract import World
 from clusterjob.node.decide import Decision, Job, Ledger, Loss, Node, Stage, View
-from clusterjob.node.environments import slurm_env, this_node, worker_variables
+from clusterjob.node.environments import this_node, worker_variables
 from clusterjob.node.environments.topology import Topology, candidate_ports
 from clusterjob.node.logs import ends, log_files
 from clusterjob.node.logs.events import EventLog, ended_rounds, now
