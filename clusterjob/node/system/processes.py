@@ -435,5 +435,7 @@ class SharedNote:
             number = self._memory[0]
             begin = 1 + number % 2 * self._size
             data = self._memory[begin : self._memory.find(b"\n", begin)]
-            if number == self._memory[0]:  # else the writer has been here meanwhile
-                return json.loads(data)  # type: ignore[no-any-return]
+            # A CPU that orders writes weakly may show the number before the value.
+            with contextlib.suppress(ValueError):
+                if number == self._memory[0]:  # else the writer has been here meanwhile
+                    return json.loads(data)  # type: ignore[no-any-return]
