@@ -386,7 +386,7 @@ def _split_program(argv: list[str]) -> tuple[list[str], Program | None]:
         if word.startswith("--"):
             name, equals, value = word.partition("=")
             word = argv[index] = name.replace("_", "-") + equals + value
-        kind = {"--": "command", "--no-python": "command", "-m": "module"}.get(word, "script")
+        kind = {"--": "command", "-m": "module"}.get(word, "script")
         if kind != "script" or word == STDIN or not word.startswith("-"):
             words = argv[index:] if kind == "script" else argv[index + 1 :]
             return argv[:index], Program(kind, words[0], args=tuple(words[1:])) if words else None
@@ -414,7 +414,10 @@ _STANDALONE = {_NNODES: "1", _NODE_RANK: "0", _MASTER_ADDR: "127.0.0.1"}
 
 def _no_such_option(word: str) -> UsageError:
     hint = "`clusterjob launch --help` lists the options"
-    hint = did_you_mean(word, sorted(parser()._option_string_actions), hint, cutoff=0.7)
+    if word == "--no-python":
+        hint = "write the command after --, such as -- bash train.sh"
+    else:
+        hint = did_you_mean(word, sorted(parser()._option_string_actions), hint, cutoff=0.7)
     return UsageError(f"there is no option {word}", hint)
 
 

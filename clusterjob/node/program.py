@@ -116,6 +116,8 @@ class Program:
     def launch_arguments(self) -> list[str]:
         """Return the arguments of `clusterjob launch` for this program, the inverse of parsing."""
         prefix = {"script": [], "module": ["-m"], "command": ["--"]}[self.kind]
+        if self.kind == "script" and self.target.startswith("-") and not self.on_stdin:
+            return [f"./{self.target}", *self.args]
         return [*prefix, self.target, *self.args]
 
 

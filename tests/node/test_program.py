@@ -69,6 +69,7 @@ def as_python(
     ("program", "argv", "launch_arguments"),
     [
         (Program("script", "a b.py", ("-x",)), ["/py", "a b.py", "-x"], ["a b.py", "-x"]),
+        (Program("script", "-a.py"), ["/py", "-a.py"], ["./-a.py"]),
         (Program("module", "a.b", ("-x",)), ["/py", "-m", "a.b", "-x"], ["-m", "a.b", "-x"]),
         (Program("command", "-a", ("--",)), ["-a", "--"], ["--", "-a", "--"]),
     ],

@@ -38,7 +38,6 @@ def test_command_line_without_options_has_defaults() -> None:
         (["-m", "pkg.mod", "-m", "--help"], Program("module", "pkg.mod", args=("-m", "--help"))),
         (["-m", "-odd"], Program("module", "-odd")),
         (["--", "train.py"], Program("command", "train.py")),
-        (["--no_python", "sh", "a.sh"], Program("command", "sh", args=("a.sh",))),
         (["--", "--", "-m"], Program("command", "--", args=("-m",))),
         (["--", "-m", "x"], Program("command", "-m", args=("x",))),
         (["./-train.py"], Program("script", "./-train.py")),
@@ -143,6 +142,7 @@ def test_any_arguments_are_parsed_or_usage_error(argv: list[str]) -> None:
     ("option", "hint"),
     [
         ("--nodez=2", "did you mean --nodes?"),
+        ("--no-python", "-- bash train.sh"),
         ("--nproc-per-nod", "did you mean --nproc-per-node?"),
         ("--xyzzy=3", "clusterjob launch --help"),
     ],
