@@ -118,6 +118,9 @@ def progress(job_dir: Path) -> Progress:
             notice = _slow_hosts(event) or notice
         elif kind == "restart":
             restart_reason = str(event.get("why", ""))[:_MAX_DETAIL]
+        elif kind == "exec":
+            # Before or after the start.
+            waiting = notice = str(event.get("why", ""))[:_MAX_DETAIL]
     if not agents_started:
         waiting = _preparing(job_dir)
         phase = JobProgress(JobPhase.SETUP, detail=waiting) if waiting else None

@@ -316,6 +316,8 @@ class Coordinator:
         elif isinstance(message, messages.ConnectionLost):
             self._lose(peer, sanitize(message.why), ended=message.ended)
         elif isinstance(message, NodeState):
+            if message.by_exec and not self._nodes[node].state.by_exec:
+                self._events.add("exec", node_rank=node, why=message.by_exec)
             self._nodes[node] = self._nodes[node].receive(message, time.monotonic())
         elif isinstance(message, messages.RankWaits):
             waits = waits_of(message, self._ledger.worlds.get(node))

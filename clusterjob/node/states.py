@@ -113,6 +113,7 @@ class NodeState:
         collected: whether the stacks of its workers have been sent.
         dumps: the dumps of torch's flight recorder of that moment, relative to the job directory.
         measured: how the measuring process has ended: "done", or why it failed; empty before.
+        by_exec: why the node starts its workers by exec; empty if it forks them.
         seen: the number of the newest round whose members the node knows, plus 1.
         seen_of: the coordinator's node that began this round: another one may have begun a round
             with the same number in another part of the job.
@@ -137,6 +138,7 @@ class NodeState:
     collected: bool = False
     dumps: Lines = ()
     measured: Text = ""
+    by_exec: Text = ""
     seen: Number = 0
     seen_of: Number = 0
     request: Request = Request()

@@ -55,7 +55,7 @@ _ANSWER_BYTES = 48 << 10  # of the failures in an answer about missing ranks
 _TEXT, _SHORT = 4096, 200
 _LINE = 300  # characters of a line in an answer
 # The fields of a state that a new round does not change.
-_OF_NODE = ("measured", "seen", "seen_of", "request")
+_OF_NODE = ("measured", "by_exec", "seen", "seen_of", "request")
 _ALIVE_SECONDS = 1.0  # between two signs of life that are worth a message
 _FROM_WORKER = (Phase.RENDEZVOUS, Phase.INIT, Phase.RUNNING)  # the phases that a worker reports
 _OVER = (Phase.STOP, Phase.ENDED)
@@ -420,9 +420,9 @@ class NodeWorkers:
         if message.why and self._node.options.start == "fork":
             self.fail_node(f"--start fork is impossible: {message.why}")
         elif message.why:
-            self._node.print_line(
-                f"node {self.failures.node_rank} starts its workers by exec: {message.why}"
-            )
+            why = f"node {self.failures.node_rank} starts its workers by exec: {message.why}"
+            self._node.print_line(why)
+            self.report.set(by_exec=why[:300])
 
     def _on_store_exited(self, message: forkserver_messages.StoreExited) -> None:
         ended = f"torch's store was lost ({how(*processes.exit_code_of(message.status))})"
