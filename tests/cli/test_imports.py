@@ -76,7 +76,8 @@ def top_levels(modules: set[str]) -> set[str]:
 
 def third_party(modules: set[str]) -> set[str]:
     """Return the top-level packages that are neither clusterjob nor of the standard library."""
-    return top_levels(modules) - set(sys.stdlib_module_names) - {"clusterjob", "__main__"}
+    own = {"clusterjob", "__main__", "__mp_main__"}  # multiprocessing adds the last one
+    return top_levels(modules) - set(sys.stdlib_module_names) - own
 
 
 PARAMIKO = f"""

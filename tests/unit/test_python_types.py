@@ -43,7 +43,11 @@ def test_typed_options_accept_values_of_their_types() -> None:
         "Mapping[str, str | int | float]": {"a": "b", "c": 1},
         "Mapping[str, Any]": {"a": True},
     }
-    of_key = {"notify": "json://127.0.0.1", "retry": "device:5"}
+    of_key = {
+        "notify": "json://127.0.0.1",
+        "retry": "device:5",
+        "warn_signal": "SIGUSR1",
+    }
     for key, option in OPTIONS.items():
         if key in JobOptions.__annotations__:
             union = job_options.TYPES[option.read.__name__].replace("str | os.PathLike[str]", "str")
