@@ -19,7 +19,7 @@ def begin(
 ) -> PhaseBegin:
     # The wall clock is wrong on purpose: nothing may depend on it.
     return PhaseBegin(
-        phase, rank, restart=restart, attempt=attempt, time=-monotonic * 7, monotonic=monotonic
+        phase, rank, restart=restart, attempt=attempt, time=monotonic * 7, monotonic=monotonic
     )
 
 

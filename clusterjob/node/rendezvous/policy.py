@@ -2,7 +2,8 @@
 
 A job that runs again has the verdict PREEMPTED: the script that the scheduler runs queues it.
 The job ends on success, on a failure of its own code, or after two attempts in a row without
-progress. An attempt makes progress if it leaves a newer file in the checkpoint directory; without such a directory, if it lasts a minute.
+progress. An attempt makes progress if it leaves a newer file in the checkpoint directory; without
+such a directory, if it lasts a minute.
 Times of files are only compared with times of files in the same directory.
 """
 
