@@ -162,7 +162,7 @@ def _supervise(
     if signal.SIGTERM not in signal.sigpending():
         return 128 - child.returncode if child.returncode < 0 else child.returncode
     end = time.monotonic() + _JOB_END  # Slurm stops a job's steps at the same time
-    while keeper and time.monotonic() < end:
+    while keeper and os.getppid() == _CLIENT and time.monotonic() < end:
         if processes.has_ended(keeper):
             _refuse(f"job {job} has ended")
         time.sleep(_TICK)
