@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import json
-
 import pytest
 from procs import below, environ, kill_all, wait_until
 from slurm_user import User
+
+from clusterjob.node.logs import ends
 
 pytestmark = pytest.mark.slow
 
@@ -81,12 +81,7 @@ def test_requeued_job_leaves_out_the_node_that_caused_a_failure(user: User) -> N
         *("--requeue", "--exclude", "n4"),
     )  # fmt: skip
     user.wait_for("up0", timeout=TEST_TIMEOUT)
-    blamed = {
-        "time": "2026-01-01T00:00:00.000Z", "monotonic": 1.0, "event": "avoid",
-        "node_rank": 0, "host": "n1", "kind": "device", "why": "CUDA error",
-    }  # fmt: skip
-    with (user.directory_of(job) / "events.jsonl").open("a") as events:
-        events.write(json.dumps(blamed) + "\n")
+    ends.avoid(user.directory_of(job), "n1")
     number = user.slurm_id(job)
     user.slurm.run("scancel", "--signal=USR1", "--batch", number)
     user.path("leave").touch()
