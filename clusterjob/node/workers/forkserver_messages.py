@@ -93,8 +93,7 @@ class WorkerPhase:
     """A phase of a worker begins.
 
     Attributes:
-        phase: a value of `clusterjob.node.logs.events.Phase`; ``import`` and ``imported`` are the
-            begin and the end of the import of torch.
+        phase: a value of `clusterjob.node.logs.events.Phase`.
         monotonic: the time of its begin, by the monotonic clock of the node.
     """
 

@@ -203,8 +203,6 @@ class _PatchingFinder:
             execute = spec.loader.exec_module
 
             def exec_module(module: ModuleType) -> None:
-                if name == "torch":
-                    _call("tell", "import")
                 execute(module)
                 _PATCHED[name](module)
 
@@ -254,6 +252,5 @@ def _report_sigterm(module: Any) -> None:
 _PATCHED = {
     "torch.distributed.distributed_c10d": lambda module: _call("patch_groups", module),
     "torch.distributed.rendezvous": lambda module: _call("patch_stores", module),
-    "torch": lambda _module: _call("tell", "imported"),  # it takes seconds, which a phase shows
     "signal": _report_sigterm,
 }

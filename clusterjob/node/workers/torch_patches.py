@@ -49,7 +49,7 @@ def tell(phase: str) -> None:
     """Write the begin of a phase into the agents' report pipe; do nothing outside of a worker.
 
     Args:
-        phase: a value of `clusterjob.node.logs.events.Phase`, or ``imported``.
+        phase: a value of `clusterjob.node.logs.events.Phase`.
     """
     send("WorkerPhase", phase=phase, monotonic=time.monotonic())
 
