@@ -45,7 +45,7 @@ class JobState(Word):
 
 
 STACK_TITLE = "Its stack (most recent call first):"  # the first of a failure's last lines
-_RANK_MARK = re.compile(r"^(?:\[rank\d+\]: ?)+", re.ASCII)  # of torch, in each line of a traceback
+RANK_MARK = re.compile(r"^(?:\[rank\d+\]: ?)+", re.ASCII)  # of torch, in each line of a traceback
 _EFFECT = "failed as a consequence"
 _SAME_ERROR = "failed with the same error"
 _OTHER_REASON = "failed for another reason"
@@ -164,7 +164,7 @@ class Failure:
         """Return a title, and the end of the worker's stderr or its stack."""
         if self.last_lines[:1] == (STACK_TITLE,):
             return "its stack (most recent call first):", list(self.last_lines[1:])
-        lines = [_RANK_MARK.sub("", line, count=1) for line in self.last_lines]
+        lines = [RANK_MARK.sub("", line, count=1) for line in self.last_lines]
         return "the last lines of its stderr:", lines
 
 

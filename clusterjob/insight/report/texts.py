@@ -21,10 +21,10 @@ from clusterjob.node.logs.log_files import (
 )
 from clusterjob.node.system.ranges import ranges
 from clusterjob.node.system.sanitize import sanitize
+from clusterjob.node.verdict import RANK_MARK
 
 _LINES, _LINES_OF_FAILED = 12, 30  # last lines of each stream of a rank
 _SHORTEST, _LONGEST = 240, 12_000  # characters of one text
-_RANK_LABEL = re.compile(r"^(?:\[rank\d+\]: ?)+", re.ASCII)  # torch's label of a traceback
 _SCRIPTS = ("*.sh", "task.yaml")
 _MAX_SCRIPT, _MAX_DIFF = 60_000, 160_000  # bytes
 
@@ -82,7 +82,7 @@ def last_lines_of(
 
 def _tail(path: Path, count: int, budget: int) -> list[str]:
     lines = last_lines(path, count, limit=min(16_384, max(2048, budget)))
-    return [sanitize(_RANK_LABEL.sub("", line))[:400] for line in lines]
+    return [sanitize(RANK_MARK.sub("", line))[:400] for line in lines]
 
 
 def label(ranks: Sequence[int]) -> str:
