@@ -10,6 +10,12 @@ CAUGHT: dict[int, str] = {
     538: "a node whose workers were killed while it was frozen counted as a success",
     555: "an agent that was started again got workers of the round that was being stopped",
     694: "a coordinator that was frozen blamed the node that came back",
+    7343: "a coordinator that had been frozen gave a second verdict at the end of a round",
+    9479: "the simulated agent of a coordinator ended before it had sent the verdict",
+    13745: "a coordinator that had been frozen gave a second verdict while it waited",
+    40966: "a simulated agent that was killed after its verdict began the job again",
+    105238: "a rank was blamed for an effect when the time limit came",
+    141987: "two coordinators that began the same restart both trained",
 }
 
 
