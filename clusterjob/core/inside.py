@@ -147,11 +147,12 @@ def start(
     request = {"job": record.job_id, "node": node, **request}
     try:
         argv, environ = backend.command(record, node, request, terminal=terminal)
-        return subprocess.Popen(argv, env=environ, **streams)
     except InsideError:
         raise
     except ClusterJobError as error:
         raise InsideError(error.message, error.hint) from error
+    try:
+        return subprocess.Popen(argv, env=environ, **streams)
     except OSError as error:
         raise InsideError(f"{argv[0]} cannot be run: {error.strerror}") from error
 
