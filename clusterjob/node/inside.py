@@ -385,9 +385,8 @@ def send_pieces(sock: socket.socket, out: IO[bytes]) -> threading.Thread:
     """Start a thread that sends what a socket receives, as pieces, to its end."""
 
     def send() -> None:
-        with contextlib.suppress(
-            OSError, ValueError
-        ):  # the socket is reset, or the other side gone
+        # The socket is reset, or the other side is gone.
+        with contextlib.suppress(OSError, ValueError):
             try:
                 while data := sock.recv(MAX_PIECE):
                     write_piece(out, data)
