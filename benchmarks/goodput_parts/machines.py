@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 import signal
 import subprocess
 from collections.abc import Mapping
@@ -11,7 +10,8 @@ from pathlib import Path
 
 from namespaces import Machine
 
-_LOG = re.compile(r"rank\d+(\..+)?\.out")
+from clusterjob.node import job_processes
+from clusterjob.node.system import processes
 
 
 class Node:
@@ -58,8 +58,13 @@ class Node:
         return [int(word) for word in listed.stdout.split()]
 
     def workers(self) -> list[int]:
-        """Return the processes that train: those with a rank's log, or with a rank's variables."""
-        return [pid for pid in self.pids() if is_worker(pid)]
+        """Return the ranks: those of a forkserver of clusterjob, or those with a rank's variables.
+
+        A forked rank has the variables of its forkserver in /proc.
+        """
+        pids = self.pids()
+        forked = {rank.pid for pid in pids for rank in job_processes.of_forkserver(pid).ranks}
+        return [pid for pid in pids if pid in forked or has_rank(pid)]
 
     def clear(self) -> None:
         """Kill what runs on this machine, as the init process does after a service has ended."""
@@ -74,14 +79,9 @@ class Node:
         subprocess.run(["ip", "-n", self.machine.name, "link", "set", "eth0", state], check=True)
 
 
-def is_worker(pid: int) -> bool:
-    """Return whether a process is a rank: clusterjob's has its own log, torchrun's variables."""
-    try:
-        if _LOG.fullmatch(Path(os.readlink(f"/proc/{pid}/fd/1")).name):
-            return True
-        return b"\0LOCAL_RANK=" in Path(f"/proc/{pid}/environ").read_bytes()
-    except OSError:
-        return False
+def has_rank(pid: int) -> bool:
+    """Return whether a process was started with the variables of a rank, as torchrun does."""
+    return "LOCAL_RANK" in processes.environment_of(pid)
 
 
 def send(pid: int, number: int) -> None:

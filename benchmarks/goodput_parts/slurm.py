@@ -17,7 +17,7 @@ from slurm_cluster import NODES, SlurmCluster
 
 from clusterjob.node.system import network
 from goodput_parts.faults import Kind
-from goodput_parts.machines import is_worker, send
+from goodput_parts.machines import has_rank, send
 
 _SCRIPT = """#!/bin/bash
 #SBATCH --nodes={nodes} --ntasks-per-node=1 --requeue --open-mode=append --output={output}
@@ -103,11 +103,11 @@ class Slurm:
 
     def targets(self) -> list[int]:
         """Return the nodes that run workers now."""
-        return sorted(self._pids(is_worker))
+        return sorted(self._pids(has_rank))
 
     def kill_rank(self, node: int, number: int) -> None:
         """Send a signal to the rank of a node."""
-        for pid in self._pids(is_worker).get(node, []):
+        for pid in self._pids(has_rank).get(node, []):
             send(pid, number)
 
     def kill_agent(self, node: int) -> None:
