@@ -25,7 +25,7 @@ NOTIFICATIONS = "CLUSTERJOB_NOTIFICATIONS"  # JSON: where node 0 sends notificat
 ARRAY_INDEX = "CLUSTERJOB_ARRAY_INDEX"
 REPORT_FD = "CLUSTERJOB_REPORT_FD"
 WARNING_FD = "CLUSTERJOB_WARNING_FD"
-STORE_KEY = "CLUSTERJOB_STORE_KEY"  # signs the data that ranks exchange through torch's store
+RAY_TOKEN = "CLUSTERJOB_RAY_TOKEN"  # of the Ray cluster of one round
 STDIN_FD = "CLUSTERJOB_STDIN_FD"  # set for the agent: the descriptor that becomes rank 0's stdin
 STORE = "CLUSTERJOB_STORE"  # host:port of the agents' store; empty if rank 0 serves the store
 CODE_DIR = "CLUSTERJOB_CODE_DIR"  # the submitted code of the working directory
@@ -126,25 +126,6 @@ def store_address(world: World, launcher: str) -> str:
     """
     by_agent = world.agent_store or launcher == "torchrun"
     return f"{world.master_addr}:{world.master_port}" if by_agent else ""
-
-
-def store_key(token: bytes, job_id: str, attempt: int, restart: int) -> str:
-    """Return the key with which the workers of one round sign their data in torch's store.
-
-    Every agent computes the same key.
-
-    Args:
-        token: the job's secret.
-        job_id: the job's id.
-        attempt: the number of the job's attempt, from 0.
-        restart: number of this round of the workers, from 0.
-    """
-    import hashlib  # slow to import, and every worker imports this module
-    import hmac
-
-    return hmac.new(
-        token, f"store\0{job_id}\0{attempt}\0{restart}".encode(), hashlib.sha256
-    ).hexdigest()
 
 
 def read_secrets(environ: Mapping[str, str]) -> dict[str, str]:

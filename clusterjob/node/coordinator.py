@@ -280,18 +280,18 @@ class Coordinator:
 
     def _report_preflight(self, slow_nodes: Mapping[int, str]) -> None:
         """Print what the preflight has found, and write it into the events."""
-        from clusterjob.node.preflight import HeatTable  # few jobs have a preflight
+        from clusterjob.node import preflight  # few jobs have one
 
         found: dict[str, Any] = {"seconds": 0.0, "findings": [], "columns": [], "rows": {}}
         found |= self.measured
         names = core.host_names(self._nodes)
         rows = [(names[int(node)], cells) for node, cells in found["rows"].items()]
-        table = HeatTable.of(found["columns"], rows)
+        table = found["columns"], preflight.smallest_rows(rows, preflight.MAX_ROWS), len(rows)
         slow = core.slow_lines(slow_nodes, self._nodes)[:_MOST_NAMED]
-        measured = f"{_count(table.hosts)} in {found['seconds']} s"
+        measured = f"{_count(len(rows))} in {found['seconds']} s"
         for line in (
             f"preflight: {measured}; cells are parts of the median",
-            *table.lines(),
+            *preflight.table_lines(*table),
             *(f"preflight: {finding}" for finding in found["findings"]),
             *(f"preflight: slow {line}" for line in slow),
         ):
@@ -301,7 +301,7 @@ class Coordinator:
             seconds=found["seconds"],
             slow=slow,
             findings=found["findings"],
-            table=vars(table),
+            table=dict(zip(("columns", "rows", "hosts"), table, strict=True)),
         )
 
     # -- messages of the agents --------------------------------------------------------------------

@@ -24,7 +24,7 @@ from datetime import timedelta
 from typing import Annotated, Any
 
 from clusterjob.node.system import codec, devices, processes
-from clusterjob.node.system.codec import Limit, MalformedMessageError
+from clusterjob.node.system.codec import Limit
 from clusterjob.node.system.sanitize import sanitize
 
 SECONDS = 20.0  # the longest preflight, from when all processes have started
@@ -34,7 +34,7 @@ _MEASURE_SECONDS, _REDUCTIONS = 0.3, 8
 _ROUNDS = 5  # of pairs
 _MATRIX, _GPU_MATRIX = 768, 8192  # rows
 _REDUCED, _GPU_REDUCED = 4 << 20, 64 << 20  # bytes of an all-reduce
-_MAX_TEXT, _MAX_NAME = 300, 80  # characters
+_MAX_TEXT = 300  # characters
 
 CPU, GPU, PAIR = "matrix multiply", "GPU matrix multiply", "all-reduce"
 # The unit of each measure, in their order: nodes that are slower alone wait for each other in the
@@ -45,59 +45,32 @@ UNITS = {CPU: "GFLOP/s", GPU: "GFLOP/s", PAIR: "GB/s"}
 # -- the table -------------------------------------------------------------------------------------
 
 THRESHOLD = 0.7  # of the median of all hosts; a host below it is slow
-# Rows of a table, and of its text: those with the smallest cells.
-_MAX_ROWS, _MAX_SHOWN = 500, 16
-_BLOCKS = "▁▂▃▄▅▆▇█"
-Row = tuple[str, tuple[float | None, ...]]
+MAX_ROWS, _MAX_SHOWN = 500, 16  # of a table, and of its text
+Column = tuple[str, str, float]
+Row = tuple[str, Sequence[float | None]]
 
 
-@dataclass(frozen=True)
-class HeatTable:
-    """What a preflight has measured.
+def table_lines(columns: Sequence[Column], rows: Sequence[Row], hosts: int) -> list[str]:
+    """Return a table as text; of many hosts, those with the smallest cells.
 
-    Attributes:
+    Args:
         columns: the measures: name, unit and median of all hosts.
-        rows: the hosts, each with a part of the median per column, or None without a value.
+        rows: hosts, each with a part of the median per column, or None without a value.
         hosts: the number of measured hosts; there may be fewer rows.
     """
-
-    columns: Annotated[tuple[tuple[str, str, float], ...], Limit(16)] = ()
-    rows: Annotated[tuple[Row, ...], Limit(_MAX_ROWS)] = ()
-    hosts: Annotated[int, Limit(1 << 24)] = 0
-
-    def lines(self) -> list[str]:
-        """Return the table as text; of many hosts, those with the smallest cells."""
-        shown = _smallest(self.rows, _MAX_SHOWN)
-        medians = [quantity(median, unit) for _, unit, median in self.columns]
-        texts = [("", [name for name, _, _ in self.columns]), ("median", medians)]
-        texts += [(name, list(map(_cell, cells))) for name, cells in shown]
-        width = max(len(name) for name, _ in texts)
-        lines = [
-            f"{name:{width}}  " + "  ".join(f"{cell:>16}" for cell in cells)
-            for name, cells in texts
-        ]
-        if self.hosts > len(shown):
-            lines.append(f"{self.hosts - len(shown)} more hosts are not shown")
-        return [line.rstrip() for line in lines]
-
-    @classmethod
-    def of(cls, columns: Sequence[Any], rows: Sequence[Row]) -> HeatTable:
-        """Return the table of these hosts; of many, with the rows of the smallest cells."""
-        return cls(tuple(columns), tuple(_smallest(rows, _MAX_ROWS)), len(rows))
-
-    @classmethod
-    def from_json(cls, data: Any) -> HeatTable:
-        """Return the table of an event; empty if a value is wrong: a host may forge it."""
-        try:
-            found = codec.read(cls, data)
-        except MalformedMessageError:
-            return cls()
-        rows = tuple((sanitize(host)[:_MAX_NAME], cells) for host, cells in found.rows)
-        columns = tuple(
-            (sanitize(name)[:_MAX_NAME], sanitize(unit)[:_MAX_NAME], median)
-            for name, unit, median in found.columns
-        )
-        return cls(columns, rows, max(len(rows), found.hosts))
+    shown = smallest_rows(rows, _MAX_SHOWN)
+    medians = [quantity(median, unit) for _, unit, median in columns]
+    texts = [("", [name for name, _, _ in columns]), ("median", medians)]
+    texts += [
+        (name, ["-" if cell is None else f"{cell:.2f}" for cell in cells]) for name, cells in shown
+    ]
+    width = max(len(name) for name, _ in texts)
+    lines = [
+        f"{name:{width}}  " + "  ".join(f"{cell:>16}" for cell in cells) for name, cells in texts
+    ]
+    if hosts > len(shown):
+        lines.append(f"{hosts - len(shown)} more hosts are not shown")
+    return [line.rstrip() for line in lines]
 
 
 def quantity(amount: float, unit: str) -> str:
@@ -105,27 +78,14 @@ def quantity(amount: float, unit: str) -> str:
     return f"{amount:.0f} {unit}" if amount >= 100 else f"{amount:.3g} {unit}"
 
 
-def level_of(cell: float | None) -> int:
-    """Return the level of a cell from 0 (nothing) to 7 (the median or more)."""
-    return 7 if cell is None else max(0, min(7, math.ceil(cell * 8 - 0.5) - 1))
-
-
-def is_slow(cell: float | None) -> bool:
-    """Return whether a cell is below the threshold."""
-    return cell is not None and cell < THRESHOLD
+def smallest_rows(rows: Sequence[Row], most: int) -> Sequence[Row]:
+    """Return the rows; of many, those with the smallest cells."""
+    return rows if len(rows) <= most else sorted(rows, key=least)[:most]
 
 
 def least(row: Row) -> float:
     """Return the smallest cell of a row; infinity without a value."""
     return min((cell for cell in row[1] if cell is not None), default=math.inf)
-
-
-def _smallest(rows: Sequence[Row], most: int) -> Sequence[Row]:
-    return rows if len(rows) <= most else sorted(rows, key=least)[:most]
-
-
-def _cell(cell: float | None) -> str:
-    return "-" if cell is None else f"{cell:.2f} {_BLOCKS[level_of(cell)]}"
 
 
 # -- comparison: pure functions --------------------------------------------------------------------

@@ -23,7 +23,6 @@ from datetime import timedelta
 from typing import Annotated, Any
 
 from clusterjob.errors import PlacementError, RanksMissingError, RendezvousError
-from clusterjob.node import contract
 from clusterjob.node.environments import this_node
 from clusterjob.node.environments.topology import Worker
 from clusterjob.node.system import codec, network
@@ -37,7 +36,6 @@ _NO_ROUTE = (errno.ENETUNREACH, errno.EHOSTUNREACH, errno.EADDRNOTAVAIL, errno.E
 _NO_ROUTE_GRACE = 3.0  # seconds to wait for a network that starts, or a busy resolver
 _PARTING = 5.0  # seconds that a rank waits at its end until all ranks have the group
 _SHORTEST_PAUSE, _SHORT_PAUSE = 0.001, 0.04  # seconds between two polls
-_SIGNATURE = 64  # characters
 # Seconds before the first notice of a process that waits, and between later notices.
 _FIRST_NOTICE, _LATER_NOTICES = 4.0, 30.0
 # Rank 3 speaks 3 s later than rank 0, and so on: the ranks before it may give the answer.
@@ -79,11 +77,9 @@ def polls(longest: float, delay: float = 0.0) -> Iterator[tuple[float, int]]:
 
 
 class GroupStore:
-    """torch's store for one process group: torch's addresses, and signed values of the ranks.
+    """torch's store for one process group: torch's addresses, and values of the ranks.
 
-    torch's store lets any client write any value. Processes that clusterjob's agents start have a
-    key (CLUSTERJOB_STORE_KEY), which signs each value; under other launchers the key is empty. A
-    signature covers the value, its name and the index of the group.
+    torch's store lets any client write any value: `join` checks each one, and cuts texts.
 
     Args:
         whole: a client of the store.
@@ -111,54 +107,33 @@ class GroupStore:
         return bool(self._values.check([name]))
 
     def count(self, name: str, more: int = 1) -> int:
-        """Increase a counter, which is not signed, and return it."""
+        """Increase a counter, and return it."""
         return int(self._values.add(name, more))
 
     def read(self, name: str) -> str:
         """Return a value that was written.
 
         Raises:
-            RendezvousError: its signature is wrong: no process of this job has written it.
+            ValueError: another program has written it, and it is no text.
         """
-        return self._verify(name, self._values.get(name))
+        return str(self._values.get(name), "utf-8")
 
     def offer(self, name: str, value: str = "") -> str:
         """Write a value if there is none; return the stored value; see `read` for errors."""
-        signed = self._sign(name, value.encode()) + value
-        return self._verify(name, self._values.compare_set(name, "", signed))
+        return str(self._values.compare_set(name, "", value), "utf-8")
 
     def claim(self, name: str) -> bool:
         """Return whether this rank is the first that claims a task."""
         return self.offer(name, str(self.worker.rank)) == str(self.worker.rank)
 
     def note(self, name: str) -> None:
-        """Add this rank to a list of ranks, which is not signed."""
+        """Add this rank to a list of ranks."""
         self._values.append(name, f"{self.worker.rank} ")
 
     def without(self, name: str) -> list[int]:
         """Return the ranks that are not in a list."""
         noted = {*self._values.get(name).split()} if self.has(name) else set()
         return [rank for rank in range(self.worker.world_size) if b"%d" % rank not in noted]
-
-    def _sign(self, name: str, value: bytes) -> str:
-        import hashlib
-        import hmac
-
-        key = os.environ.get(contract.STORE_KEY, "").encode()
-        signed = b"\0".join((str(self._number).encode(), name.encode(), value))
-        return hmac.new(key, signed, hashlib.sha256).hexdigest()
-
-    def _verify(self, name: str, data: bytes) -> str:
-        import hmac
-
-        signature, value = data[:_SIGNATURE], data[_SIGNATURE:]
-        if not hmac.compare_digest(signature, self._sign(name, value).encode()):
-            raise RendezvousError(
-                f"{name!r} in torch's store was written by no process of this job",
-                "another program writes to MASTER_ADDR:MASTER_PORT; "
-                "`ss -tnp` shows who is connected there",
-            )
-        return value.decode()
 
     def reconnect(self) -> GroupStore:
         """Return the same over a new connection: torch's waiting request blocks the first one.
@@ -459,7 +434,7 @@ def join(store: GroupStore, own: Facts, timeout: float) -> None:
         raise RanksMissingError(
             f"{own} has joined, and the store of the rendezvous has ended: {reason}"
         ) from error
-    except ValueError as error:  # under other launchers anybody can sign
+    except ValueError as error:
         raise RendezvousError(
             "torch's store holds a value that no process of a job writes",
             "another program uses MASTER_ADDR:MASTER_PORT",
@@ -567,7 +542,9 @@ def forming(store: GroupStore) -> Iterator[None]:
         text = _blame(store) if waited > _ALIVE_AFTER else ""
         if not text:
             raise
-        raise RanksMissingError(f"{sanitize(text)}; gave up after {waited:.0f} s") from error
+        raise RanksMissingError(
+            f"{sanitize(text)[:_MAX_ANSWER]}; gave up after {waited:.0f} s"
+        ) from error
     finally:
         over.set()
         watcher.join(1.0)  # it holds the store, whose port the next group needs
@@ -578,7 +555,8 @@ def _watch_formation(store: GroupStore, over: threading.Event) -> None:
     """Report that this rank is alive; print which ranks do not answer until the wait is over."""
     if over.wait(_ALIVE_AFTER):
         return
-    with contextlib.suppress(OSError, RuntimeError):  # torch's own request fails too
+    # torch's own request fails too; or another program has written into the store.
+    with contextlib.suppress(OSError, RuntimeError, ValueError):
         store = store.reconnect()
         store.note("alive")
         for waited, notice in polls(_SHORT_PAUSE, delay=-_ALIVE_AFTER):
@@ -594,7 +572,7 @@ def _blame(store: GroupStore) -> str:
 
     All ranks get the same text; it is empty if all ranks answer.
     """
-    with contextlib.suppress(OSError, RuntimeError):
+    with contextlib.suppress(OSError, RuntimeError, ValueError):
         store = store.reconnect()
         store.note("alive")  # its own thread may not have done so yet
         # The first rank composes the text.

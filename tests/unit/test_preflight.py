@@ -13,8 +13,19 @@ from typing import Any
 
 import pytest
 
+from clusterjob.insight.preflight import HostTable
 from clusterjob.node import preflight
-from clusterjob.node.preflight import CPU, GPU, PAIR, UNITS, Answer, HeatTable, is_slow
+from clusterjob.node.preflight import (
+    CPU,
+    GPU,
+    MAX_ROWS,
+    PAIR,
+    UNITS,
+    Answer,
+    Row,
+    smallest_rows,
+    table_lines,
+)
 from clusterjob.node.system import codec
 from clusterjob.node.system.codec import MalformedMessageError
 
@@ -213,31 +224,34 @@ def test_answer_names_the_slowest_gpu_or_the_error() -> None:
 # -- the table -------------------------------------------------------------------------------------
 
 
-def table(amounts: dict[int, float]) -> HeatTable:
-    rows = [(f"gpu{node}", (amount,)) for node, amount in amounts.items()]
-    return HeatTable.of([("matrix multiply", "GFLOP/s", 100.0)], rows)
+def rows_of(amounts: dict[int, float]) -> list[Row]:
+    return [(f"gpu{node}", (amount,)) for node, amount in amounts.items()]
 
 
-def test_table_shows_parts_of_the_median_and_survives_json() -> None:
-    made = table({0: 1.0, 1: 1.1, 2: 0.31})
-    assert made.lines() == [
+COLUMNS = [("matrix multiply", "GFLOP/s", 100.0)]
+
+
+def test_table_shows_parts_of_the_median() -> None:
+    assert table_lines(COLUMNS, rows_of({0: 1.0, 1: 1.1, 2: 0.31}), 3) == [
         "         matrix multiply",
         "median       100 GFLOP/s",
-        "gpu0              1.00 █",
-        "gpu1              1.10 █",
-        "gpu2              0.31 ▂",
+        "gpu0                1.00",
+        "gpu1                1.10",
+        "gpu2                0.31",
     ]
-    assert [is_slow(cells[0]) for _, cells in made.rows] == [False, False, True]
-    assert HeatTable.from_json(json.loads(json.dumps(vars(made)))) == made
 
 
 def test_table_of_many_hosts_keeps_the_slowest() -> None:
-    made = table({node: 1.0 if node != 700 else 0.1 for node in range(900)})
-    assert len(made.rows) == 500
-    lines = made.lines()
+    rows = rows_of({node: 1.0 if node != 700 else 0.1 for node in range(900)})
+    kept = smallest_rows(rows, MAX_ROWS)
+    assert len(kept) == 500
+    lines = table_lines(COLUMNS, kept, 900)
     assert len(lines) == 19
     assert lines[2].startswith("gpu700")
     assert lines[-1] == "884 more hosts are not shown"
+
+
+GOOD = {"columns": [["matrix multiply", "GFLOP/s", 100.0]], "rows": [["gpu0", [1.0]]], "hosts": 1}
 
 
 @pytest.mark.parametrize(
@@ -252,15 +266,13 @@ def test_table_of_many_hosts_keeps_the_slowest() -> None:
     ],
 )
 def test_forged_table_is_empty(change: dict[str, Any]) -> None:
-    good = json.loads(json.dumps(vars(table({0: 1.0}))))
-    assert HeatTable.from_json(good) != HeatTable()
-    assert HeatTable.from_json(good | change) == HeatTable()
-    assert HeatTable.from_json(None) == HeatTable()
+    assert HostTable.of(GOOD).lines()[-1].split() == ["gpu0", "1.00"]
+    assert HostTable.of(GOOD | change) == HostTable()
+    assert HostTable.of(None) == HostTable()
 
 
 def test_forged_host_name_is_harmless() -> None:
-    good = json.loads(json.dumps(vars(table({0: 1.0}))))
-    forged = good | {"rows": [["\x1b]0;x\x07" + "y" * 500, [1.0]]]}
-    [(name, _)] = HeatTable.from_json(forged).rows
+    forged = GOOD | {"rows": [["\x1b]0;x\x07" + "y" * 500, [1.0]]]}
+    [(name, _)] = HostTable.of(forged).rows
     assert "\x1b" not in name
     assert len(name) <= 80

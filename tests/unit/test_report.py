@@ -112,8 +112,8 @@ def test_report_shows_table_of_preflight_and_survives_forged_one(tmp_path: Path)
     text = report_of(record)
     assert sections(text)[:2] == ["verdict", "preflight"]
     for part in (
-        '<td class="num h1">0.31 ✕</td>',
-        '<td class="num h7">1.00</td>',
+        '<td class="num slow">0.31 ✕</td>',
+        '<td class="num">1.00</td>',
         "is not the same",
     ):
         assert part in text

@@ -5,11 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 from clusterjob.insight.preflight import PreflightFound
-from clusterjob.node.preflight import is_slow, least, level_of, quantity
+from clusterjob.node.preflight import THRESHOLD, least, quantity
 
 
 def rows(found: PreflightFound | None) -> dict[str, Any] | None:
-    """Return the columns, and the rows with text, level and mark of each cell; None without any."""
+    """Return the columns, and the rows with text and mark of each cell; None without any."""
     if found is None or not found.table.rows:
         return None
     hosts = sorted(found.table.rows, key=least)
@@ -19,7 +19,7 @@ def rows(found: PreflightFound | None) -> dict[str, Any] | None:
             (
                 name,
                 [
-                    ("–" if cell is None else f"{cell:.2f}", level_of(cell), is_slow(cell))
+                    ("–", False) if cell is None else (f"{cell:.2f}", cell < THRESHOLD)
                     for cell in cells
                 ],
             )

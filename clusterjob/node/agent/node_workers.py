@@ -297,10 +297,13 @@ class NodeWorkers:
             contract.JOB_DIR: str(self._node.directory),
             contract.ATTEMPT: str(job.attempt),
             contract.STORE: contract.store_address(world, self._node.options.launcher),
-            contract.STORE_KEY: contract.store_key(
-                job.token, job.job_id, attempt=job.attempt, restart=world.restart
-            ),
         }
+        if self._node.options.launcher == "ray":
+            from clusterjob.node.workers import ray_node  # few jobs use Ray
+
+            variables[contract.RAY_TOKEN] = ray_node.token_of(
+                job.token, job.job_id, attempt=job.attempt, restart=world.restart
+            )
         if self._node.options.metrics:
             variables[contract.WAITS] = "1"
         variables = (

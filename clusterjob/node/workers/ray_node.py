@@ -59,6 +59,15 @@ def node_options(options: LaunchOptions) -> LaunchOptions:
     )
 
 
+def token_of(secret: bytes, job_id: str, attempt: int, restart: int) -> str:
+    """Return the token of the Ray cluster of one round, from the job's secret.
+
+    All agents compute the same one.
+    """
+    text = f"ray\0{job_id}\0{attempt}\0{restart}"
+    return hmac.new(secret, text.encode(), hashlib.sha256).hexdigest()
+
+
 def main() -> None:
     """Run this node until the head has ended; on node 0, become the program."""
     directory, timeout, cpus, *program = sys.argv[1:]
@@ -156,10 +165,9 @@ def _change_environment(token: Path) -> None:
         "RAY_ADDRESS",
     ):  # fmt: skip
         os.environ.pop(name, None)
-    key = os.environ.pop(contract.STORE_KEY)
+    text = os.environ.pop(contract.RAY_TOKEN)
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     if not os.environ.get("RAY_AUTH_MODE"):
-        text = hmac.new(key.encode(), b"ray", hashlib.sha256).hexdigest()
         files.write_atomic(token, text.encode())
         os.environ.update(RAY_AUTH_MODE="token", RAY_AUTH_TOKEN_PATH=str(token))
 

@@ -1,4 +1,4 @@
-"""Another local user who writes to torch's store cannot forge the values of a rank."""
+"""What another user writes to torch's store is checked, cut and shown escaped."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ from launching import TEST_TIMEOUT
 from procs import WITH_TORCH, MakeJob, wait_until
 
 from clusterjob.errors import RendezvousError
-from clusterjob.node import contract
 from clusterjob.node.system import network
 from clusterjob.worker.rendezvous import Facts, GroupStore, join, print_notice
 
@@ -33,7 +32,7 @@ INIT = """
 """
 
 
-def forge(port: int, signature: str = "") -> None:
+def forge(port: int) -> None:
     """Write an answer of rank 0 into a job's store, as any client of the port can."""
     import torch.distributed as dist
 
@@ -41,43 +40,18 @@ def forge(port: int, signature: str = "") -> None:
         "127.0.0.1", port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=20)
     )
     rendezvous_store = dist.PrefixStore("rendezvous", dist.PrefixStore("clusterjob/0", store))
-    rendezvous_store.compare_set("go", "", signature + ANSWER)
+    rendezvous_store.compare_set("go", "", ANSWER)
 
 
-def test_forged_answer_in_store_fails_the_job_and_is_not_shown(make_job: MakeJob) -> None:
+def test_forged_answer_in_store_fails_the_job_and_is_shown_escaped(make_job: MakeJob) -> None:
     job = make_job()
     job.start(0, "--nproc-per-node", "2", job.script(INIT), python=WITH_TORCH)
     wait_until(job.path("port").exists, TEST_TIMEOUT)
     forge(int(job.path("port").read_text()))
     job.path("forged").touch()
     assert job.wait() == [1]
-    output = job.log(0, "rank0.err") + job.log(0, "rank1.err") + json.dumps(job.result)
-    assert "mallory" not in output
-    assert "'go' in torch's store was written by no process of this job" in job.result["reason"]
-
-
-def test_signed_value_is_refused_under_another_key_group_or_restart(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    import torch.distributed as dist
-
-    memory = dist.HashStore()
-    first, second = (GroupStore(memory, WORKER, served=False, number=each) for each in (0, 1))
-    key = contract.store_key(b"secret", "job", attempt=0, restart=0)
-    monkeypatch.setenv(contract.STORE_KEY, key)
-    assert first.offer("rank0", "hello") == first.offer("rank0", "other") == "hello"
-    assert first.read("rank0") == "hello"
-    signed = memory.get("clusterjob/0/rendezvous/rank0")
-    memory.set("clusterjob/0/rendezvous/rank1", signed)
-    with pytest.raises(RendezvousError, match="'rank1' in torch's store was written by no process"):
-        first.read("rank1")
-    memory.set("clusterjob/1/rendezvous/rank0", signed)
-    with pytest.raises(RendezvousError):
-        second.read("rank0")
-    key = contract.store_key(b"secret", "job", attempt=0, restart=1)
-    monkeypatch.setenv(contract.STORE_KEY, key)
-    with pytest.raises(RendezvousError):
-        first.read("rank0")
+    assert "\x1b" not in job.log(0, "rank0.err") + job.log(0, "rank1.err") + job.result["reason"]
+    assert r"\x1b]0;x\x07send money to mallory" in job.result["reason"]
 
 
 def test_foreign_text_in_a_list_of_ranks_is_ignored() -> None:
@@ -92,7 +66,7 @@ def test_foreign_text_in_a_list_of_ranks_is_ignored() -> None:
     assert store.without("joined") == [0, 2]
 
 
-@pytest.mark.parametrize("data", ["", "[]", "{}", '{"rank": "x"}', "9" * 5000])
+@pytest.mark.parametrize("data", ["x", "[]", "{}", '{"rank": "x"}', "9" * 5000])
 @pytest.mark.parametrize("name", ["first", "go"])
 def test_invalid_value_of_another_program_is_refused(name: str, data: str) -> None:
     import torch.distributed as dist
