@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import select
+import signal
 import socket
 import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import wait
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,6 +23,7 @@ from clusterjob.errors import ClusterJobError, InsideError, UsageError
 from clusterjob.node.inside import MARKER, read_piece, receive_pieces, send_pieces, write_piece
 from clusterjob.node.system import processes
 from clusterjob.node.system.sanitize import sanitize
+from clusterjob.remote.pool import in_background
 
 LOOPBACK = "127.0.0.1"
 _TRIES = 20  # ports above a busy one that are tried
@@ -114,10 +119,16 @@ def run(
     backend = inside.check(record, node)
     node = inside.node_of(record, node, None)
     processes.raise_open_files()
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        if signal.getsignal(number) is signal.SIG_DFL:  # end what this process has started
+            signal.signal(number, lambda number, _: sys.exit(128 + number))
     with contextlib.ExitStack() as stack:
         listeners = {stack.enter_context(listen(port)): port.remote for port in ports}
         relays = _Relays(record, backend, node, warn=warn)
-        watch = relays.start({"rank": None, "argv": ["/bin/sh", "-c", _WATCH]}, None)
+        watch = relays.start({"rank": None, "argv": ["/bin/sh", "-c", _WATCH]}, subprocess.PIPE)
+        # Another process may keep it open, such as a shared connection.
+        errors, watch.stderr = watch.stderr, None
+        told = in_background(functools.partial(_pass_on, errors, warn))
         stack.enter_context(watch)
         stack.callback(relays.close)
         host = sanitize(_answer(watch).decode(errors="replace"))
@@ -131,7 +142,15 @@ def run(
                     relays.accept(listener, listeners[listener])
         except KeyboardInterrupt:
             return 130
+        wait([told], 1.0)
         return InsideError.exit_code
+
+
+def _pass_on(errors: Any, warn: Callable[[str], None]) -> None:
+    """Show the lines of ssh, srun and the node, as far as they are text."""
+    with errors:
+        for line in iter(functools.partial(errors.readline, _LONGEST_LINE), b""):
+            warn(line.decode(errors="replace").strip().removeprefix("clusterjob: "))
 
 
 def _answer(process: subprocess.Popen[bytes]) -> bytes:
@@ -173,8 +192,8 @@ class _Relays:
             with sock:
                 argv = self._backend.tunnel(self._record, self._node, port)
                 why = self._tunnel(sock, argv) if argv else self._relay(sock, port)
-        except ClusterJobError as error:
-            why = error.message
+        except (ClusterJobError, OSError) as error:
+            why = str(error)
         if why and time.monotonic() - self._warned.get(why, -_QUIET) >= _QUIET:
             self._warned[why] = time.monotonic()
             self._warn(f"node {self._node}: port {port}: {why}")
@@ -183,9 +202,12 @@ class _Relays:
         """Carry a connection by a command of ssh; return why it failed, or nothing."""
         number = sock.fileno()
         process = subprocess.Popen(argv, stdin=number, stdout=number, stderr=subprocess.DEVNULL)
+        self._started.append(process)
         sock.close()
         # Through a shared connection, ssh names no reason.
-        return "Connection refused, or sshd forwards no ports" if process.wait() else ""
+        why = "Connection refused, or sshd forwards no ports" if process.wait() else ""
+        self._started.remove(process)
+        return why
 
     def _relay(self, sock: socket.socket, port: int) -> str:
         """Carry a connection by a relay; return why the port cannot be reached, or nothing."""
@@ -205,7 +227,9 @@ class _Relays:
             except (OSError, ValueError):  # the client reads no more, or the relay has ended
                 with contextlib.suppress(OSError):
                     sock.shutdown(socket.SHUT_RDWR)  # ends the thread
-                relay.terminate()
+                with contextlib.suppress(OSError), relay:
+                    relay.terminate()
+                self._started.remove(relay)
                 return ""
             self._idle.append(relay)
         return "" if answer == b"+" else answer.decode(errors="replace")[:200]

@@ -398,6 +398,7 @@ class Coordinator:
             node=self._job.own,
             host=this_node.node_name(),
             moves=self._moves,
+            addresses=tuple(at for _, at in succession.successors(self._peers, self._job.own)),
             boot=processes.boot_id(),
             clock=moment + self._shift,
             made_at=moment,

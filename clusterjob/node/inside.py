@@ -118,9 +118,10 @@ def _supervise(
         options: more for `subprocess.Popen`.
 
     Returns:
-        Its exit code; 126 or 127 if it cannot be started.
+        Its exit code; 126 or 127 if it cannot be started. Of ssh and srun, 255 if they fail.
     """
     processes.adopt_orphans()
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # else its exit code would be lost
     own = os.getpid()
     signals = [each for each in _SIGNALS if signal.getsignal(each) is not signal.SIG_IGN]
     signal.pthread_sigmask(signal.SIG_BLOCK, signals)
@@ -135,17 +136,25 @@ def _supervise(
             [os.fsencode(word) for word in words],
             env={os.fsencode(name): os.fsencode(value) for name, value in environ.items()},
             preexec_fn=prepare,  # noqa: PLW1509 - this process has one thread
-            stderr=subprocess.PIPE if words[0] == "srun" else None,
+            stderr=subprocess.PIPE if not job and words[0] == "srun" else None,
             **options,
         )
     except OSError as error:
-        print(f"clusterjob: {words[0][:4096]}: {error.strerror or error}", file=sys.stderr)
+        why = f"{words[0][:4096]}: {error.strerror or error}"
+        if not job:
+            _refuse(why)
+        print(f"clusterjob: {why}", file=sys.stderr)
         return NOT_FOUND if error.errno in (errno.ENOENT, errno.ENOTDIR) else NOT_EXECUTABLE
-    copier = threading.Thread(target=_copy_errors, args=(child.stderr,), daemon=True)
+    failed = list[bytes]()
+    copier = threading.Thread(target=_copy_errors, args=(child.stderr, failed), daemon=True)
     copier.start()
-    stopped = False
+    code, stopped = None, False
     try:
-        while child.poll() is None and not stopped:
+        while code is None and not stopped:
+            ended = dict(processes.ended_children())  # also what it has left behind
+            if child.pid in ended:
+                code, _ = processes.exit_code_of(ended[child.pid])
+                break
             received = signal.sigtimedwait(awaited, _TICK)
             if keeper and processes.has_ended(keeper):
                 _refuse(f"job {job} has ended")
@@ -159,20 +168,25 @@ def _supervise(
     finally:
         _end_all(grace)
     copier.join()
-    if signal.SIGTERM not in signal.sigpending():
-        return 128 - child.returncode if child.returncode < 0 else child.returncode
+    if code is not None and signal.SIGTERM not in signal.sigpending():
+        return REFUSED if code == 1 and failed else code  # as of srun, if it could not start it
     end = time.monotonic() + _JOB_END  # Slurm stops a job's steps at the same time
-    while keeper and os.getppid() == _CLIENT and time.monotonic() < end:
+    while keeper and os.getppid() == _CLIENT and not _is_alone() and time.monotonic() < end:
         if processes.has_ended(keeper):
             _refuse(f"job {job} has ended")
         time.sleep(_TICK)
     return 128 + signal.SIGTERM
 
 
-def _copy_errors(errors: IO[bytes] | None) -> None:
-    """Copy srun's stderr by lines, as Slurm does, without what `_OF_SRUN` says."""
+def _copy_errors(errors: IO[bytes] | None, failed: list[bytes]) -> None:
+    """Copy srun's stderr by lines, as Slurm does, without what `_OF_SRUN` says.
+
+    Other errors of srun are added to `failed`.
+    """
     while errors is not None and (line := errors.readline(MAX_PIECE)):
         if not _OF_SRUN.match(line):
+            if line.startswith(b"srun: error: "):
+                failed.append(line)
             with contextlib.suppress(OSError):  # nobody reads it
                 os.write(2, line)
 
@@ -408,7 +422,8 @@ def receive_pieces(source: IO[bytes], sock: socket.socket) -> None:
     """
     while data := read_piece(source):
         sock.sendall(data)
-    sock.shutdown(socket.SHUT_WR)
+    with contextlib.suppress(OSError):  # the other end has reset it
+        sock.shutdown(socket.SHUT_WR)
 
 
 def write_piece(out: IO[bytes], data: bytes) -> None:

@@ -26,7 +26,6 @@ import os
 import signal
 import subprocess
 import sys
-import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -39,6 +38,7 @@ from clusterjob.node import contract
 from clusterjob.node.environments import this_node
 from clusterjob.node.logs import ends
 from clusterjob.node.logs.job_dir import ELEMENTS, NOTIFIED
+from clusterjob.node.stacks.offer import anonymous_file
 from clusterjob.node.system import files, private_dirs, processes
 from clusterjob.node.system.sanitize import sanitize
 from clusterjob.node.verdict import Failure, JobState, Verdict
@@ -259,7 +259,8 @@ def _run(command: str, event: Event) -> str:
         f"CLUSTERJOB_NOTIFY_{name.upper()}": "" if value is None else str(value)
         for name, value in event.items()
     }
-    with tempfile.TemporaryFile() as errors:  # a process that it leaves behind may keep it open
+    # A process that it leaves behind may keep it open.
+    with open(anonymous_file("notify-errors"), "r+b") as errors:
         process = subprocess.Popen(
             ["bash", "-c", command],
             stdin=subprocess.PIPE,

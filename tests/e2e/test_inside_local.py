@@ -10,6 +10,7 @@ import signal
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -18,7 +19,7 @@ import pytest
 from docs_commands import SESSIONS
 from inside_job import CLUSTERJOB, LEFT, Inside, get, of_command, running
 from launching import executable
-from procs import TEST_TIMEOUT, below, command_line, wait_until
+from procs import TEST_TIMEOUT, all_pids, below, command_line, stat_fields, wait_until
 from terminals import Terminal, show
 
 from clusterjob.core import polling
@@ -218,12 +219,17 @@ def test_exec_gives_command_a_terminal_if_there_is_one(small: Inside) -> None:
 # -- forward -------------------------------------------------------------------------------------
 
 
+def states() -> list[list[str]]:
+    """Return the state and the parent of each process, zombies too."""
+    return [fields[:2] for pid in all_pids() if (fields := stat_fields(pid))]
+
+
 def test_forward_carries_several_connections_and_large_answers(job: Inside) -> None:
     for name, size in (("large", 3_000_000), ("huge", 20_000_000)):
         (job.directory / name).write_bytes(bytes(size))
     with (
         job.served(1, sys.executable) as (_, port),
-        job.forwarded(f"0:{port}", "--node", "1") as (process, [local]),
+        job.forwarded(f"0:{port}", "--node", "1", start_new_session=True) as (process, [local]),
     ):
         # A client that does not read its answer blocks no other connection.
         slow = socket.create_connection(("127.0.0.1", local))
@@ -233,8 +239,11 @@ def test_forward_carries_several_connections_and_large_answers(job: Inside) -> N
         assert all(answer.endswith(bytes(3_000_000)) for answer in answers)
         slow.close()  # the connection is reset, as by an aborted download; the others continue
         assert get(local, "large").endswith(bytes(3_000_000))
-        process.send_signal(signal.SIGINT)
+        wait_until(lambda: ["Z", str(process.pid)] not in states(), LEFT, "the end of a relay")
+        begin = time.monotonic()
+        os.killpg(process.pid, signal.SIGINT)  # as the terminal
         assert process.wait(TEST_TIMEOUT) == 130
+        assert time.monotonic() < begin + 5.0, "it waits for no end of the job"
 
 
 @pytest.mark.slow

@@ -14,7 +14,7 @@ from typing import Any
 import namespaces
 import pytest
 from namespaces import Machine
-from procs import PLAIN, TEST_TIMEOUT, Job, MakeJob, wait_until
+from procs import PLAIN, TEST_TIMEOUT, Job, MakeJob, below, kill_all, wait_until
 
 from clusterjob.node.logs.events import read_job_events
 
@@ -39,19 +39,21 @@ def hosts() -> Iterator[list[Machine]]:
 
 def start(job: Job, hosts: list[Machine], *options: str) -> None:
     """Start a job, by default on two hosts and a spare one; each has its own job directory."""
-    options = options or ("--spares", "1")
-    script = job.script(WORKER)
-    for node, host in enumerate(hosts):
-        job.start(
-            node,
-            *(*options, "--max-restarts", "3", "--lease", "3", script),
-            python=tuple(host.command(*PLAIN)),
-            env={
-                "CLUSTERJOB_MASTER_ADDR": hosts[0].address,
-                "CLUSTERJOB_JOB_DIR": str(job.directory / f"host{node}"),
-            },
-        )
+    for node in range(len(hosts)):
+        start_node(job, hosts, node, *(options or ("--spares", "1")))
     job.wait_for("0.0", "0.1")
+
+
+def start_node(job: Job, hosts: list[Machine], node: int, *options: str) -> None:
+    job.start(
+        node,
+        *(*options, "--max-restarts", "3", "--lease", "3", job.script(WORKER)),
+        python=tuple(hosts[node].command(*PLAIN)),
+        env={
+            "CLUSTERJOB_MASTER_ADDR": hosts[0].address,
+            "CLUSTERJOB_JOB_DIR": str(job.directory / f"host{node}"),
+        },
+    )
 
 
 def link(host: Machine, state: str) -> None:
@@ -86,6 +88,20 @@ def test_job_goes_on_without_node_0_which_returns_as_spare(
     assert (result(job, 1)["state"], result(job, 1)["restarts"]) == ("SUCCEEDED", 1)
     assert [each["kind"] for each in result(job, 1)["attempts"]] == ["node_lost", ""]
     assert not (job.directory / "host0" / "result.json").exists()
+
+
+def test_node_0_that_is_started_again_finds_the_coordinator_that_has_moved(
+    make_job: MakeJob, hosts: list[Machine]
+) -> None:
+    job = make_job(3)
+    start(job, hosts)
+    kill_all([job.agents[0].pid, *below(job.agents[0].pid)])
+    job.wait_for("1.0", "1.1")
+    start_node(job, hosts, 0, "--spares", "1")
+    wait_until(lambda: 0 in [each["node_rank"] for each in events(job, 1, "joined")], TEST_TIMEOUT)
+    job.path("enough").touch()
+    assert job.wait() == [-signal.SIGKILL, 0, 0, 0]
+    assert [event["nodes"] for event in events(job, 1, "started")] == [[2, 1]]
 
 
 def test_of_two_halves_only_that_of_the_coordinator_goes_on(make_job: MakeJob) -> None:

@@ -34,6 +34,7 @@ def state(seconds_left: float = 1e6) -> CoordinatorState:
         node=1,
         host="gpu1",
         moves=1,
+        addresses=("10.0.0.1", "10.0.0.2"),
         boot=processes.boot_id(),
         clock=1234.5,
         made_at=time.monotonic(),

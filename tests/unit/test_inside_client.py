@@ -5,8 +5,12 @@ from __future__ import annotations
 import contextlib
 import functools
 import io
+import os
 import signal
 import socket
+import struct
+import subprocess
+import sys
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -15,7 +19,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 from inside_job import ScriptedNodes, record_of
-from launching import new_folder
+from launching import executable, new_folder
 from procs import TEST_TIMEOUT
 
 from clusterjob.backends import base
@@ -136,6 +140,66 @@ def test_any_bytes_are_pieces_or_one_error(data: bytes) -> None:
         source = io.BytesIO(data)
         while piece := node_inside.read_piece(source):
             assert len(piece) <= node_inside.MAX_PIECE
+
+
+def test_relay_goes_on_after_a_server_that_has_reset_its_connection() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        client = socket.create_connection(server.getsockname(), TEST_TIMEOUT)
+        peer, _ = server.accept()
+        peer.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        peer.close()  # sends a reset
+        with client:
+            with contextlib.suppress(OSError):
+                client.recv(1)
+            source = io.BytesIO(b"0\n\n4\n6006\n")
+            node_inside.receive_pieces(source, client)
+        assert node_inside.read_piece(source) == b"6006", "the port of the next connection"
+
+
+def supervised(path: str, *words: str, before: str = "") -> tuple[int, str]:
+    """Run a command line as around ssh and srun; return its exit code and stderr."""
+    python = [sys.executable, "-c", "from clusterjob.node import inside; inside.main()"]
+    done = subprocess.run(
+        ["/bin/sh", "-c", f'{before} exec "$@"', "sh", *python],
+        env=os.environ | {"PATH": path, node_inside.REQUEST: node_inside.encoded({"run": words})},
+        stdin=subprocess.PIPE,
+        capture_output=True,
+        text=True,
+        timeout=TEST_TIMEOUT,
+        check=False,
+    )
+    return done.returncode, done.stderr
+
+
+@pytest.mark.parametrize(
+    ("code", "line", "wanted"),
+    [
+        (1, "srun: error: Unable to create step for job 7: Invalid account", 255),
+        (1, "srun: error: n1: task 0: Exited with exit code 1", 1),
+        (3, "srun: error: n1: task 0: Exited with exit code 3", 3),
+    ],
+)
+def test_failure_of_srun_differs_from_that_of_its_command(
+    tmp_path: Path, code: int, line: str, wanted: int
+) -> None:
+    executable(tmp_path / "srun", f"#!/bin/sh\necho '{line}' >&2\nexit {code}\n")
+    path = f"{tmp_path}:{os.environ['PATH']}"
+    assert supervised(path, "srun") == (wanted, f"{line}\n" if wanted == 255 else "")
+
+
+def test_missing_srun_is_one_line(tmp_path: Path) -> None:
+    line = "clusterjob: error: srun: No such file or directory\n"
+    assert supervised(str(tmp_path), "srun") == (255, line)
+
+
+def test_exit_code_is_known_where_the_caller_ignores_sigchld() -> None:
+    assert supervised(os.environ["PATH"], "sh", "-c", "exit 7", before="trap '' CHLD;")[0] == 7
+
+
+def test_process_that_a_command_leaves_behind_is_no_zombie(tmp_path: Path) -> None:
+    left = f"(sleep 0.1 & echo $! > {tmp_path}/pid)"
+    wait = f"while kill -0 $(cat {tmp_path}/pid); do sleep 0.05; done"
+    assert supervised(os.environ["PATH"], "sh", "-c", f"{left}; {wait}")[0] == 0
 
 
 @given(st.text(max_size=12))

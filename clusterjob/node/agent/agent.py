@@ -162,10 +162,13 @@ class Agent:
         kept, attempt = self._parent.note.read(), self._node.identity.attempt
         why = self._parent.why or f"the agent of node {self._node_rank} was started again"
         lost = ConnectionLost(why, ended=True)
+        earlier = succession.from_disk(self._node.directory, attempt, why=why)
+        if earlier is not None and "successors" not in kept:
+            # Another node may have become the coordinator before this one was started again.
+            self._parent.keep(successors=earlier.state.addresses)
         if not kept.get("coordinates", self._node_rank == 0):
             verdict = await self._join(lost, first=not kept.get("joined"))
-        elif earlier := succession.from_disk(self._node.directory, attempt, why=why):
-            # Another node may have become the coordinator meanwhile.
+        elif earlier is not None:
             self._earlier = earlier
             verdict = await self._join(lost, _LOOK_SECONDS)
         else:

@@ -213,9 +213,20 @@ def files_in_code() -> str:
     # Times of the inode: an archive keeps those of the content.
     tests = "( -name .git -o -name __pycache__ ) -prune -o ! -type d -newercc"
     found = processes.output_of(
-        ["find", f"{tree}/", *tests.split(), listed, "-printf", "%P\\n"],
+        # What it finds before an error or the timeout counts.
+        [
+            "sh",
+            "-c",
+            f'timeout {_MAX_WALK} find "$@"; true',
+            "sh",
+            f"{tree}/",
+            *tests.split(),
+            listed,
+            "-printf",
+            "%P\\n",
+        ],
         os.environ,
-        timeout=_MAX_WALK,
+        timeout=2 * _MAX_WALK,
     ).splitlines()
     shown = ", ".join(found[:_MAX_NAMED]) + ", ..." * (len(found) > _MAX_NAMED)
     return f"written beside the code, in {tree} on {os.uname().nodename}: {shown}" if found else ""

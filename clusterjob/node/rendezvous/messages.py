@@ -147,6 +147,7 @@ class CoordinatorState:
         lasting: what it remembers; of many rounds, the latest.
         node, host: the coordinator's node.
         moves: how often the coordinator has moved to another node.
+        addresses: those at which the coordinators after it may listen.
         boot: the boot of its machine; see `processes.boot_id`.
         clock: the time of the state, by the clock of the job's events.
         made_at: the time of the state, by the monotonic clock of the machine.
@@ -157,6 +158,7 @@ class CoordinatorState:
     node: Number
     host: Text
     moves: Number
+    addresses: Annotated[tuple[Text, ...], Limit(MAX_SUCCESSORS)]
     boot: Text
     clock: float
     made_at: float

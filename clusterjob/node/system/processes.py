@@ -260,10 +260,10 @@ def kill_descendants(*keep: int | None) -> None:
 
 
 def send_signal(pid: int, with_signal: int) -> bool:
-    """Send a signal to a process; return False if it has ended."""
+    """Send a signal to a process; return False if it has ended, or is not this user's."""
     try:
         os.kill(pid, with_signal)
-    except ProcessLookupError:
+    except (ProcessLookupError, PermissionError):
         return False
     return True
 
