@@ -15,7 +15,7 @@ from clusterjob.node.system.sanitize import sanitize
 _MAX_MARKS = 200
 _MAX_TEXT = 300  # characters of an event's text
 # Events of which each node or connection writes one: a timeline with them would hide the others.
-_MANY = ("joined", "unauthenticated", "unfinished", "exec", "ranks")
+_MANY = ("joined", "unauthenticated", "exec", "ranks")
 _UNSHOWN = ("time", "monotonic", "event", "attempt", "pid", "port", "bound", "master_port", "table")
 
 

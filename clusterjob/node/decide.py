@@ -1005,7 +1005,6 @@ class _Step:
         running = sorted(set(range(ledger.world_size)) - ended)
         still = f"{ranks_text(running)} still run{'s' if len(running) == 1 else ''}"
         text = f"{still}; {ranks_text(ended)} ended {_UNFINISHED_SECONDS:.0f} s ago"
-        self.add("unfinished", text=text)
         self.say(f"{text}; `clusterjob stacks` shows what they do")
         self.change(successes=(len(ended), math.inf))
 

@@ -20,7 +20,7 @@ MARK = "CLUSTERJOB_INSIDE"
 # The forkserver's table of its workers: part of the link of the descriptor in /proc/PID/fd.
 TABLE = "clusterjob-workers"
 _MAX_TABLE = 64 << 20  # bytes
-_KEYS = {"node_rank", "attempt", "world_size", "environ", "workers"}
+_KEYS = {"node_rank", "attempt", "environ", "workers"}
 _AT_SECURE = 23  # key of the auxiliary vector; getauxval(3)
 _RANK = re.compile(r"\d{1,9}", re.ASCII)
 _NODE_VARIABLES = ("CLUSTERJOB_NODE_RANK", "SLURM_NODEID")
@@ -47,14 +47,12 @@ class NodeProcesses:
 
     Attributes:
         ranks: the node's ranks, in order; empty if no workers run.
-        world: the number of ranks of the job.
         forkserver: the pid of the forkserver; None if Slurm has started the ranks.
         parent: the parent of all ranks; None if it is not known.
         started: whether any process of the node was found.
     """
 
     ranks: tuple[RankProcess, ...] = ()
-    world: int = 0
     forkserver: int | None = None
     parent: int | None = None
     started: bool = False
@@ -144,7 +142,6 @@ def _in_table(pid: int, table: dict[str, Any]) -> NodeProcesses:
             )
             for worker in workers
         ),
-        world=table["world_size"],
         forkserver=pid,
         parent=pid,
         started=True,
@@ -168,10 +165,8 @@ def _among_tasks(
         if int(fields[1]) not in pids or number not in by_rank:
             by_rank[number] = RankProcess(number, pid, environ=environ)
     ranks = tuple(by_rank[number] for number in sorted(by_rank))
-    world = ranks[0].environ.get("WORLD_SIZE", "") if ranks else ""
     return NodeProcesses(
         ranks,
-        world=int(world) if _RANK.fullmatch(world) else len(by_rank),
         forkserver=forkserver,
         started=True,
     )

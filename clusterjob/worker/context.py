@@ -355,7 +355,7 @@ class Context:
         moment = time.monotonic()
         if moment >= self._beat_at:
             self._beat_at = moment + _BEAT_INTERVAL
-            torch_patches.send("WorkerAlive", step=-1 if step is None else int(step))
+            torch_patches.send("WorkerAlive", step=-1 if step is None else max(-1, int(step)))
 
     def checkpoint(self, directory: str | os.PathLike[str], *, sharded: bool = False) -> Checkpoint:
         """Return the checkpoints in a directory that all nodes share; it may not exist yet.

@@ -42,6 +42,8 @@ def start(job: Job, hosts: list[Machine], *options: str) -> None:
     for node in range(len(hosts)):
         start_node(job, hosts, node, *(options or ("--spares", "1")))
     job.wait_for("0.0", "0.1")
+    # The other nodes know by then which of them may coordinate the job.
+    wait_until(lambda: events(job, 0, "running"), TEST_TIMEOUT)
 
 
 def start_node(job: Job, hosts: list[Machine], node: int, *options: str) -> None:

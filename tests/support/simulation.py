@@ -737,6 +737,8 @@ class Agent:
         """Look for the coordinator at the known addresses, and take its place in turn."""
         if self.dead:
             return
+        if self.state().idle:
+            self.round, self.machine.workers = -1, []
         self.search_id += 1
         sim, heirs = self.sim, self.machine.disk.get("heirs", [])
         after = RETURN if ended else SEARCH

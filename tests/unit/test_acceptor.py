@@ -4,16 +4,22 @@ from __future__ import annotations
 
 import asyncio
 import socket
+import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from procs import TEST_TIMEOUT
 
+from clusterjob.node.agent.connection import Search
+from clusterjob.node.agent.node_workers import StateReport
 from clusterjob.node.environments.topology import Topology
 from clusterjob.node.logs.events import EventLog, read_events
 from clusterjob.node.options import LaunchOptions, parse
 from clusterjob.node.rendezvous.identity import JobIdentity, NodeJob
 from clusterjob.node.rendezvous.membership import Membership, Stalls
 from clusterjob.node.rendezvous.messages import ConnectionLost, Hello
+from clusterjob.node.rendezvous.protocol import PROOF_SECONDS
 
 OPTIONS = parse(["x.py"])
 JOB = JobIdentity("job", 0, b"token", [], has_torch=False)
@@ -69,3 +75,38 @@ def test_stall_that_a_decision_notices_first_makes_no_agent_silent(
 
     assert asyncio.run(lost(0.0))
     assert not asyncio.run(lost(30.0))
+
+
+def test_silent_port_delays_no_search_for_the_coordinator(tmp_path: Path) -> None:
+    """Such as that of a coordinator that was stopped, or of another program."""
+
+    async def find(silent: socket.socket, listener: socket.socket) -> None:
+        ports = [each.getsockname()[1] for each in (silent, listener)]
+        node = replace(NODE_0, identity=replace(JOB, ports=ports), directory=tmp_path)
+        members = Membership(node, EventLog(tmp_path / "events.jsonl"))
+        await members.open(listener, "127.0.0.1")
+        hello = Hello(1, "gpu1", 1, 0, 2, 1)
+        search = Search(node, hello, StateReport(), time.monotonic() + TEST_TIMEOUT, first=True)
+        channel = await asyncio.wait_for(search.run(["127.0.0.1"]), PROOF_SECONDS / 2)
+        assert channel is not None
+        await channel.close()
+        await members.close()
+
+    with (
+        socket.create_server(("127.0.0.1", 0)) as silent,
+        socket.create_server(("127.0.0.1", 0)) as listener,
+    ):
+        asyncio.run(find(silent, listener))
+
+
+def test_error_of_search_names_the_ports_of_each_reason() -> None:
+    node = replace(NODE_0, identity=replace(JOB, ports=[21, 22, 23]))
+    hello = Hello(1, "gpu1", 1, 0, 2, 1)
+
+    async def text() -> str:
+        search = Search(node, hello, StateReport(), 0.0, first=True)
+        search.errors.update({21: "connection refused", 23: "connection refused"})
+        return search._error()
+
+    why = "connection refused (port 21, 23); no answer (port 22)"
+    assert asyncio.run(text()) == f"node 0 cannot reach node 0 at : {why}"

@@ -224,6 +224,9 @@ class Agent:
         deadline = time.monotonic() + _GONE_SECONDS
         while not self._report.state.idle and time.monotonic() < deadline:
             await asyncio.sleep(_PAUSE)
+        if self._report.state.idle:  # the next coordinator may begin a round of the same number
+            self._report.begin(-1)
+            self._report.set(idle=True)
         # An agent that was killed comes back after a second.
         return await self._join(lost, _RETURN_SECONDS if lost.ended else _SEARCH_SECONDS)
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import itertools
 import math
 import os
 import time
@@ -115,6 +114,7 @@ class Search:
         deadline: the monotonic time at which it ends.
         first: whether this node has never joined; the coordinator may then refuse it.
         errors: why no coordinator was found at a port, by the port.
+        lookups: of the hosts' names.
     """
 
     node: NodeJob
@@ -123,6 +123,7 @@ class Search:
     deadline: float
     first: bool
     errors: dict[int, str] = field(default_factory=dict)
+    lookups: dict[str, asyncio.Task[list[str]]] = field(default_factory=dict)
 
     async def run(self, addresses: Iterable[str], turn: float = math.inf) -> Channel | None:
         """Join at one of some addresses; return None at `turn`.
@@ -138,7 +139,13 @@ class Search:
         begin = time.monotonic()
         notice_at = begin + _FIRST_NOTICE
         directory, attempt = self.node.directory, self.node.identity.attempt
-        attempts = [asyncio.create_task(self._join_at(each)) for each in dict.fromkeys(addresses)]
+        # One that is silent, such as a coordinator that was stopped, delays no other. Most answer
+        # before the next attempt begins.
+        attempts = [
+            asyncio.create_task(self._join_at(host, port, index * _FIRST_PAUSE))
+            for host in dict.fromkeys(addresses)
+            for index, port in enumerate(self.node.identity.ports)
+        ]
         try:
             while (moment := time.monotonic()) < turn:
                 # Who has no answer yet may be counted already by a coordinator that is busy.
@@ -170,28 +177,31 @@ class Search:
 
     def _error(self) -> str:
         """Return why no coordinator was found until now."""
-        topology, whys = self.node.topology, dict.fromkeys(self.errors.values())
-        ports = ", ".join(map(str, self.node.identity.ports))
-        return (
-            f"node {topology.node_rank} cannot reach node 0 at {topology.master_addr}:"
-            f" {'; '.join(whys) or _NO_ANSWER} (port {ports})"
-        )
+        topology, ports = self.node.topology, dict[str, list[str]]()
+        for port in self.node.identity.ports:
+            ports.setdefault(self.errors.get(port, _NO_ANSWER), []).append(str(port))
+        whys = [f"{why} (port {', '.join(own)})" for why, own in ports.items()]
+        place = f"node 0 at {topology.master_addr}"
+        return f"node {topology.node_rank} cannot reach {place}: {'; '.join(whys)}"
 
-    async def _join_at(self, host: str) -> Channel | None:
-        """Try all addresses and ports of a host in turn; return None if its name never resolves.
+    async def _join_at(self, host: str, port: int, after: float) -> Channel | None:
+        """Try the addresses of a host in turn; return None if its name never resolves.
+
+        Args:
+            host: the host.
+            port: the port.
+            after: seconds until the first attempt.
 
         Raises:
             RefusedError: the coordinator refuses an agent that joins for the first time.
         """
-        pause, begin = _FIRST_PAUSE, time.monotonic()
-        ports, addresses = self.node.identity.ports, list[str]()
+        await asyncio.sleep(after)
+        pause, begin, addresses = _FIRST_PAUSE, time.monotonic(), list[str]()
         while True:
             try:
-                # asyncio's own lookup runs in a thread that cannot be cancelled and would delay
-                # this agent's exit.
-                addresses = await asyncio.to_thread(network.addresses_of, host)
+                addresses = await self._addresses_of(host)
             except OSError as error:
-                self.errors[ports[0]] = _reason(error)
+                self.errors[port] = _reason(error)
                 late = time.monotonic() > begin + _RESOLVE_SECONDS
                 if (
                     (late or isinstance(error, network.NoNameServerError))
@@ -199,7 +209,7 @@ class Search:
                     and self.node.topology.source in _MACHINE_NAMES
                 ):
                     return None
-            for port, address in itertools.product(ports, addresses):
+            for address in addresses:
                 try:
                     return await self._attempt(address, port, _CONNECT_SECONDS / len(addresses))
                 except _ATTEMPT_ERRORS as error:
@@ -210,6 +220,16 @@ class Search:
                     self.errors[port] = error.message  # it has not noticed the last link's end yet
             await asyncio.sleep(pause)
             pause = min(_MAX_PAUSE if self.first else _MAX_PAUSE_AGAIN, pause * 1.5)
+
+    async def _addresses_of(self, host: str) -> list[str]:
+        """Resolve a host, for all its ports at once.
+
+        asyncio's own lookup runs in a thread that cannot be cancelled and would delay this agent's
+        exit.
+        """
+        if host not in self.lookups or self.lookups[host].done():
+            self.lookups[host] = asyncio.create_task(asyncio.to_thread(network.addresses_of, host))
+        return await asyncio.shield(self.lookups[host])
 
     async def _attempt(self, address: str, port: int, connect_seconds: float) -> Channel:
         """Join the coordinator at one address and port; return the channel to it.

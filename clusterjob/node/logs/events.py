@@ -33,8 +33,8 @@ from clusterjob.node.system.files import Appender
 from clusterjob.node.verdict import FailureKind, RoundEnd, Word, bounded
 
 ROUND_ENDED = "round_ended"  # the event; its other fields are those of `RoundEnd`
-# The coordinator adds these events when a rank has been late for three measurements, and again
-# every 10 minutes; and when the rank is no longer late.
+# The coordinator adds these events when a rank has been late for three measurements, and when it
+# is no longer late.
 STRAGGLING, CAUGHT_UP = "straggling", "caught_up"
 _MAX_ROUNDS = 1000  # rounds that are collected before the middle ones are dropped
 _MAX_PHASES = 16 << 20  # bytes to read of a file: the phases of hundreds of rounds
@@ -67,15 +67,17 @@ class EventLog:
         self._file = Appender(path)
         self._shift = shift
 
-    def add(self, event: str, **details: Any) -> str:
-        """Append one event and return its time.
+    def add(self, event: str, **details: Any) -> None:
+        """Append one event.
 
         An error such as a full disk loses the line and does not end the job.
         """
-        at = now()
-        line = {"time": at, "monotonic": round(time.monotonic() + self._shift, 6), "event": event}
+        line = {
+            "time": now(),
+            "monotonic": round(time.monotonic() + self._shift, 6),
+            "event": event,
+        }
         files.later(_append, self._file, line | details)
-        return at
 
 
 def _append(file: Appender, *lines: Mapping[str, Any]) -> None:

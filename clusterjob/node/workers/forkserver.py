@@ -299,7 +299,7 @@ class Forkserver:
             if pid == 0:
                 return options.program
             self._running[pid] = local_rank
-        self._write_table(world, workers)
+        self._write_table(workers)
         return None
 
     def _rank_variables(self, world: World, local_rank: int) -> dict[str, str]:
@@ -451,7 +451,7 @@ class Forkserver:
         while True:
             signal.pause()
 
-    def _write_table(self, world: World, workers: list[dict[str, str]]) -> None:
+    def _write_table(self, workers: list[dict[str, str]]) -> None:
         """Show the environment of each worker to `clusterjob exec`.
 
         A forked worker's /proc/PID/environ is that of the forkserver's exec. So the forkserver
@@ -461,7 +461,6 @@ class Forkserver:
         table = {
             "node_rank": self._node_rank,
             "attempt": self._attempt,
-            "world_size": world.world_size,
             "environ": dict(os.environ),
             "workers": [
                 {"rank": int(own["RANK"]) if "RANK" in own else None, "pid": pid, "variables": own}
@@ -477,8 +476,11 @@ class Forkserver:
         if any(pid in self._running for pid, _ in ended):
             output_drain.flush(self._drain)  # the agent reads the output of an ended worker
         for pid, status in ended:
-            if pid == self._drain_pid:
-                os._exit(1)  # the workers cannot write any more, and end with this process
+            if (
+                pid == self._drain_pid
+            ):  # the workers cannot write any more, and end with this process
+                os.write(2, b"clusterjob: the process that writes the output was killed\n")
+                os._exit(1)
             if pid == self._store:
                 self._store = None
                 if self._stop is None:

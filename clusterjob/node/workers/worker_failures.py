@@ -19,7 +19,7 @@ from clusterjob.node.stacks import grouping
 from clusterjob.node.stacks.grouping import RankStack
 from clusterjob.node.states import Probe
 from clusterjob.node.system import processes
-from clusterjob.node.verdict import STACK_TITLE, Failure, FailureKind
+from clusterjob.node.verdict import RANK_MARK, STACK_TITLE, Failure, FailureKind
 
 _NO_NCCL_HINT = (
     '; this worker sees no GPU: use init_process_group("gloo"), or backend=None, which works with'
@@ -40,7 +40,6 @@ _ROOT_CAUSE = re.compile(
     re.DOTALL,
 )
 _TORCHRUN_OUTPUT = re.compile(r"torch/distributed/elastic/|failed \(exitcode|^=+$|^-+$")
-_RANK_MARK = re.compile(r"\[rank\d+\]:")
 
 
 def _lines_of_rank(rank: str, lines: tuple[str, ...]) -> tuple[str, ...]:
@@ -51,7 +50,7 @@ def _lines_of_rank(rank: str, lines: tuple[str, ...]) -> tuple[str, ...]:
     """
     before = tuple(itertools.takewhile(lambda line: not _TORCHRUN_OUTPUT.search(line), lines))
     own = tuple(line for line in before if line.startswith(f"[rank{rank}]:"))
-    return own or tuple(line for line in before if not _RANK_MARK.match(line))
+    return own or tuple(line for line in before if not RANK_MARK.match(line))
 
 
 def how(code: int, signal_name: str | None) -> str:
