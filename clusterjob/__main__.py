@@ -41,11 +41,6 @@ def main() -> int:
         # Not in the try block: a forked worker runs its program in this call, and must see its own
         # KeyboardInterrupt.
         return launch(sys.argv[2:])
-    if sys.argv[1:2] == ["env"] and find_spec("typer") is None:
-        # Inside a job, clusterjob may exist only as the node zip, which lacks the command line.
-        from clusterjob.node.environments import this_node
-
-        return this_node.show(as_json="--json" in sys.argv[2:])
     import gc
 
     # Imports create many objects and no garbage: collections would take 10 % of a short command.
@@ -56,6 +51,13 @@ def main() -> int:
         return command_line()
     except KeyboardInterrupt:
         return _INTERRUPTED
+    except ModuleNotFoundError as error:
+        # Inside a job, clusterjob may exist only as the node zip, which lacks the command line.
+        if error.name not in ("typer", "clusterjob.cli"):
+            raise
+        print("clusterjob: error: without an installation only launch works", file=sys.stderr)
+        print("  hint: pip install clusterjob", file=sys.stderr)
+        return 2
     finally:
         gc.freeze()  # the exiting interpreter then skips these objects in its collection
         signal.signal(

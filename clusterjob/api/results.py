@@ -9,7 +9,7 @@ from concurrent.futures import CancelledError
 from pathlib import Path
 from typing import Any
 
-from clusterjob.api import failures
+from clusterjob.api import outcomes
 from clusterjob.api.waiting import BACKENDS
 from clusterjob.backends import base
 from clusterjob.core import job_parts
@@ -59,7 +59,7 @@ def _values(record: Record, verdict: Verdict, ranks: Sequence[int], *, trust: bo
         raise error
     found = _read(record, ranks, attempt=verdict.attempt, trust=trust)
     _check_plain(record, found)
-    return failures.complete(found, f"job {record.job_id}")
+    return outcomes.complete(found, f"job {record.job_id}")
 
 
 def returned(record: Record, verdict: Verdict) -> Any:
@@ -89,7 +89,7 @@ def _check_plain(record: Record, found: Mapping[int, CallOutcome | None]) -> Non
 
 
 def _error_of(record: Record, verdict: Verdict, outcome: CallOutcome | None) -> BaseException:
-    return failures.error_of(
+    return outcomes.error_of(
         verdict, outcome, name=f"job {record.job_id}", hint=_show_output(record)
     )
 
@@ -147,9 +147,11 @@ def _read(
     """Return the outcome of each rank; None for a rank that wrote none."""
     plain = _files(record, ranks, attempt=attempt, suffix="json", most=MAX_PLAIN)
     if plain is None:
-        return {rank: call.read_outcome(record.job_dir, rank, attempt=attempt) for rank in ranks}
+        return {
+            rank: outcomes.read_outcome(record.job_dir, rank, attempt=attempt) for rank in ranks
+        }
     found: dict[int, CallOutcome | None] = {
-        rank: call.from_json(plain[rank], rank) if rank in plain else None for rank in ranks
+        rank: outcomes.from_json(plain[rank], rank) if rank in plain else None for rank in ranks
     }
     pickled = [
         rank
@@ -158,7 +160,7 @@ def _read(
     ]
     if trust and pickled:
         pickles = _files(record, pickled, attempt=attempt, suffix="pkl", most=MAX_PICKLED)
-        found |= {rank: call.from_pickle(data, rank) for rank, data in (pickles or {}).items()}
+        found |= {rank: outcomes.from_pickle(data, rank) for rank, data in (pickles or {}).items()}
     return found
 
 

@@ -18,7 +18,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from clusterjob.api import failures
+from clusterjob.api import outcomes
 from clusterjob.errors import ClusterJobError, JobFailed, UsageError
 from clusterjob.node import contract
 from clusterjob.node.logs.job_dir import AGENT_LOG, RESULT
@@ -105,13 +105,13 @@ def _results(job_dir: Path, verdict: Verdict, count: int, name: str) -> list[Any
     if verdict.state is not JobState.SUCCEEDED:
         rank = verdict.failure.rank if verdict.failure is not None else None
         outcome = (
-            None if rank is None else call.read_outcome(job_dir, rank, attempt=verdict.attempt)
+            None if rank is None else outcomes.read_outcome(job_dir, rank, attempt=verdict.attempt)
         )
-        raise failures.error_of(verdict, outcome, name=name)
+        raise outcomes.error_of(verdict, outcome, name=name)
     found = {
-        rank: call.read_outcome(job_dir, rank, attempt=verdict.attempt) for rank in range(count)
+        rank: outcomes.read_outcome(job_dir, rank, attempt=verdict.attempt) for rank in range(count)
     }
-    return failures.complete(found, name)
+    return outcomes.complete(found, name)
 
 
 def _environment(gpus: str | Sequence[int | str] | None) -> dict[str, str]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -20,9 +21,34 @@ def env(as_json: Json = False) -> int:  # noqa: FBT002
     variable of each field, the ignored variables and the variables that conflict. The exit code is
     1 if variables conflict.
     """
+    from clusterjob.cli import output
     from clusterjob.node.environments import this_node
 
-    return this_node.show(as_json=as_json)
+    found = this_node.describe(this_node.detect(this_node.look_up(os.environ)))
+    if as_json:
+        output.print_json(found)
+    else:
+        print(_environment_text(found))
+    return 1 if found["conflicts"] else 0
+
+
+def _environment_text(found: Mapping[str, Any]) -> str:
+    """Return the data of `describe` as text: each field with its value and its variable."""
+    from clusterjob.node.environments.this_node import FIELDS
+    from clusterjob.node.system.sanitize import sanitize
+
+    rows = [
+        (name, str(found[name]), found["evidence"].get(name, ""))
+        for name in FIELDS
+        if found[name] is not None
+    ]
+    rows = [("FIELD", "VALUE", "FROM"), *rows] if rows else []
+    names, values = (max((len(row[column]) for row in rows), default=0) for column in (0, 1))
+    lines = [f"source: {found['source']}   level: {found['level']}"]
+    lines += [f"{a:{names}}  {b:{values}}  {c}".rstrip() for a, b, c in rows]
+    lines += [f"ignored: {item['variable']} ({item['why']})" for item in found["ignored"]]
+    lines += [f"conflict: {conflict}" for conflict in found["conflicts"]]
+    return "\n".join(sanitize(line) for line in lines)
 
 
 def config(

@@ -22,12 +22,15 @@ from clusterjob.node.system.sanitize import escape_json, sanitize
 from clusterjob.node.verdict import JobState, Verdict
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from clusterjob.backends.base import Status
     from clusterjob.core.bad_hosts import BadHost
     from clusterjob.core.config import Settings
     from clusterjob.remote.host_probe import HostReport
 
 SCHEMA = 1
+_LONGEST_LINE, _MAX_HOSTS = 4000, 10  # characters of a line about written files; lines
 
 
 def print_json(value: dict[str, Any]) -> None:
@@ -47,9 +50,16 @@ def print_verdict(record: Record, verdict: Verdict) -> None:
     live.clear()
     text = colours.verdict_text(verdict, coloured=colours.wanted(sys.stderr))
     print(f"clusterjob: job {sanitize(record.job_id)} {text}", file=sys.stderr, flush=True)
-    for line in ends.written_beside_code(record.job_dir, verdict):
+    for line in written_beside_code(record.job_dir, verdict):
         if line != verdict.in_code:
             print(f"  {sanitize(line)}", file=sys.stderr)
+
+
+def written_beside_code(job_dir: Path, verdict: Verdict) -> list[str]:
+    """Return a line for each host on which a job wrote files into its copy of the code."""
+    lines = [end.get("in_code") for end in ends.written(job_dir, verdict.attempt)]
+    texts = [line[:_LONGEST_LINE] for line in lines if line and isinstance(line, str)]
+    return list(dict.fromkeys(filter(None, (verdict.in_code, *texts))))[:_MAX_HOSTS]
 
 
 def job_json(
@@ -92,7 +102,7 @@ def job_json(
         "evidence": verdict.evidence or None if verdict else None,
         "job_dir": str(record.job_dir),
         "code": record.code,
-        "written_beside_code": ends.written_beside_code(record.job_dir, verdict) if verdict else [],
+        "written_beside_code": written_beside_code(record.job_dir, verdict) if verdict else [],
         "efficiency": efficiency,
     }
 
@@ -192,7 +202,7 @@ class LogPrinter:
         self.show_all(batches)
         if not self._raw and live.has_terminal:
             shown = [
-                line.text if self._plain else f"[{self._label(line.label)}] {line.text}"
+                line.text if self._plain else f"[{self._label(str(line.rank))}] {line.text}"
                 for line in open_lines()
             ]
             self.has_open_lines = bool(shown)
@@ -269,7 +279,7 @@ def print_verdicts(pairs: Sequence[tuple[Record, Status]]) -> None:
     notes: dict[str, str] = {}  # by place: the elements of an array share their code
     for record, status in pairs:
         if status.verdict is not None:
-            for line in ends.written_beside_code(record.job_dir, status.verdict):
+            for line in written_beside_code(record.job_dir, status.verdict):
                 if line != status.verdict.in_code or status.state is JobState.SUCCEEDED:
                     notes[line.partition(": ")[0]] = f"{record.job_id}: {line}"
     for note in notes.values():

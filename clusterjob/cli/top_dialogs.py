@@ -146,7 +146,7 @@ class LogScreen(Screen[None]):
         at_end = log.is_vertical_scroll_end
         for line in message.lines:
             text = sanitize(line.text[:_MAX_COLUMNS], colours=True)
-            name = f"[{line.label}] " if self._labels else ""
+            name = f"[{line.rank}] " if self._labels else ""
             shown = Text(name, style="bold" if name else "")
             shown.append_text(Text.from_ansi(text))
             log.write(shown, scroll_end=at_end)

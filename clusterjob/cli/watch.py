@@ -135,9 +135,7 @@ class Watch:
             )
         finally:
             live.clear()
-        folded = self._release(
-            _effects(verdict, {line.rank for line in self._held if line.rank is not None})
-        )
+        folded = self._release(_effects(verdict, {line.rank for line in self._held}))
         print_verdict(self._record, verdict)
         if folded:
             ranks = ",".join(map(str, sorted(folded)))
@@ -173,7 +171,7 @@ class Watch:
         held, self._held = self._held, []
         if held:
             self._printer.show_all([[line for line in held if line.rank not in effects]])
-        return {line.rank for line in held if line.rank is not None and line.rank in effects}
+        return {line.rank for line in held if line.rank in effects}
 
     def _show_phase(self, status: Status) -> None:
         if self._held and time.monotonic() - self._held_since >= _HOLD:

@@ -15,10 +15,8 @@ if TYPE_CHECKING:
 # Options of the nodes that srun follows too, or that only switch a part of the agent off.
 _WITHOUT_AGENT = ("nproc_per_node", "cpus_per_task", "launcher", "start", "metrics")
 _SRUN_HINTS = {
-    "hang_timeout": "use --launcher agent or torchrun;"
-    " `clusterjob stacks` works with every launcher",
-    "preflight": "use --launcher agent or torchrun,"
-    " or measure the nodes first: clusterjob doctor --run",
+    "hang_timeout": "use --launcher agent; `clusterjob stacks` works with every launcher",
+    "preflight": "use --launcher agent, or measure the nodes first: clusterjob doctor --run",
 }
 _NEEDS = {
     "env_cache": ("uv", "env_archive"),
@@ -42,7 +40,7 @@ def check(spec: JobSpec) -> None:
         )
     if spec.program.on_stdin and (spec.launcher in ("srun", "ray") or spec.elements()):
         raise SpecError(
-            "a script on standard input needs --launcher agent or torchrun, and no array",
+            "a script on standard input needs --launcher agent, and no array",
             "save it as a file, and give its name",
         )
     _check_nodes(spec)
@@ -63,7 +61,7 @@ def _check_launcher(spec: JobSpec) -> None:
         if own and getattr(spec, option.key) != getattr(type(spec), option.key):
             raise SpecError(
                 f"{option.flag} needs clusterjob's agent, and --launcher srun starts none",
-                _SRUN_HINTS.get(option.key, "use --launcher agent or torchrun"),
+                _SRUN_HINTS.get(option.key, "use --launcher agent"),
             )
 
 

@@ -240,8 +240,7 @@ _ROWS = (
         help="Start method of the workers: fork (one torch import per node), exec, or auto "
         "(default: auto)."),
     Option("launcher", _text, metavar="WHO", node="launcher",
-        help="Process that starts the workers: agent, torchrun, ray, or srun on Slurm "
-        "(default: agent)."),
+        help="Process that starts the workers: agent, ray, or srun on Slurm (default: agent)."),
     Option("require_gpus", _switch, group="resources",
         help="Error instead of a rehearsal on the CPU if GPUs are missing (default: yes, but no "
         "on this machine)."),

@@ -62,8 +62,8 @@ class JobSpec:
         retry: kinds of failures with their own number of restarts; see
             `clusterjob.node.options.Retry`.
         start: start method of the workers: ``fork``, ``exec`` or ``auto``.
-        launcher: ``agent``, ``torchrun`` for torch's agent on each node, ``ray`` for a Ray cluster
-            whose driver is the program, or ``srun`` for one Slurm task per worker.
+        launcher: ``agent``, ``ray`` for a Ray cluster whose driver is the program, or ``srun`` for
+            one Slurm task per worker.
         require_gpus: end the job if its workers see too few GPUs, instead of using the CPU.
         template: the user's template that replaces the backend's.
         options: backend options by name, such as Slurm flags (``--set``).

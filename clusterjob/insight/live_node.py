@@ -250,7 +250,7 @@ class NodeReader:
             received=sample.received if sample else None,
             sent=sample.sent if sample else None,
             quiet=min(quiet.values(), default=None),
-            line=self._output.line(latest),
+            line="" if latest is None else self._output.line(latest),
             no_data=self._metrics.age if silent else 0.0,
             cpu_history=tuple(self._metrics.cpu),
             gpu_history=tuple(self._metrics.gpu),
@@ -258,7 +258,7 @@ class NodeReader:
         )
 
     def _ranks(
-        self, host: str, sample: Sample | None, quiet: Mapping[int | None, float]
+        self, host: str, sample: Sample | None, quiet: Mapping[int, float]
     ) -> Iterator[RankNow]:
         newest = self._metrics.sample
         workers = {worker.rank: worker for worker in newest.workers} if newest else {}
@@ -279,7 +279,7 @@ class NodeReader:
                 memory=None if worker is None else worker.rss,
                 gpu=None if worker is None else gpus.get(rank),
                 waits=None if worker is None else sample_files.waits(worker),
-                quiet=None if over else quiet.get(rank, quiet.get(None)),
+                quiet=None if over else quiet.get(rank),
                 line=self._output.line(rank),
                 cpu_history=tuple(self._metrics.ranks_cpu.get(rank, ())),
                 gpu_history=tuple(self._metrics.ranks_gpu.get(rank, ())),

@@ -35,12 +35,12 @@ class LiveOutput:
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory
-        self._timeline = LogFile(0, None, stream="", path=directory / TIMELINE)
+        self._timeline = LogFile(0, -1, stream="", path=directory / TIMELINE)
         self._begin = 0.0  # the first recorded time that was read
         self._seen: dict[str, tuple[float, int]] = {}  # by name: time and size
-        self._shown: dict[int | None, tuple[str, int]] = {}  # by rank: the file and size of a line
-        self._lines: dict[int | None, str] = {}
-        self.newest: dict[int | None, float] = {}  # by rank; None is a torchrun
+        self._shown: dict[int, tuple[str, int]] = {}  # by rank: the file and size of a line
+        self._lines: dict[int, str] = {}
+        self.newest: dict[int, float] = {}  # by rank
 
     def read(self) -> float:
         """Read what was added; return the node's time now, as far as the timeline tells it."""
@@ -50,11 +50,11 @@ class LiveOutput:
             self._seen[name] = (seconds, size)
             last = max(last, seconds)
         self._find_unrecorded()
-        files: dict[int | None, list[str]] = defaultdict(list)
+        files: dict[int, list[str]] = defaultdict(list)
         for name in self._seen:
             match = FILE_NAME.fullmatch(name)
             if match is not None:
-                files[int(match["rank"]) if match["rank"] else None].append(name)
+                files[int(match["rank"])].append(name)
         for rank, names in list(files.items())[:_MAX_RANKS]:
             start = max(by_start(name)[:2] for name in names)
             name = max(
@@ -74,7 +74,7 @@ class LiveOutput:
             return last + max(0.0, age) if last else 0.0
         return time.time() if self._seen else 0.0
 
-    def line(self, rank: int | None) -> str:
+    def line(self, rank: int) -> str:
         """Return the last line of a rank."""
         return self._lines.get(rank, "")
 

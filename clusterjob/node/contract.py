@@ -119,15 +119,6 @@ def worker_variables(
     }
 
 
-def store_address(world: World, launcher: str) -> str:
-    """Return ``host:port`` of torch's store if an agent serves it; empty if rank 0 serves it.
-
-    The agent is clusterjob's or torchrun's.
-    """
-    by_agent = world.agent_store or launcher == "torchrun"
-    return f"{world.master_addr}:{world.master_port}" if by_agent else ""
-
-
 def read_secrets(environ: Mapping[str, str]) -> dict[str, str]:
     """Return the variables of ``--secret``.
 

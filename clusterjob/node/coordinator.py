@@ -18,7 +18,7 @@ from clusterjob.node.environments import this_node, worker_variables
 from clusterjob.node.environments.topology import Topology, candidate_ports
 from clusterjob.node.logs import ends, log_files
 from clusterjob.node.logs.events import EventLog, ended_rounds, now
-from clusterjob.node.logs.job_dir import EVENTS, moved_events
+from clusterjob.node.logs.job_dir import COORDINATOR, EVENTS, moved_events
 from clusterjob.node.metrics.stragglers import StragglerWatch, Wait
 from clusterjob.node.rendezvous import membership, messages, policy, succession
 from clusterjob.node.rendezvous.identity import JobIdentity, NodeJob
@@ -29,6 +29,7 @@ from clusterjob.node.stacks import grouping
 from clusterjob.node.stacks.grouping import RankStack
 from clusterjob.node.states import Measure, NodeState
 from clusterjob.node.system import files, network, processes
+from clusterjob.node.system.codec import plain
 from clusterjob.node.system.sanitize import sanitize
 from clusterjob.node.verdict import PREEMPTED_EXIT_CODE, Failure, JobState, Verdict, bounded
 
@@ -95,7 +96,10 @@ class Coordinator:
             own=topology.node_rank,
             attempt=identity.attempt,
             serves_store=options.launcher == "agent" and identity.has_torch,
-            moves=succession.may_move(node),
+            # Not from an address that the platform has fixed.
+            moves=options.restarts
+            and topology.nnodes > 1
+            and topology.source in succession.FREE_ADDRESSES,
         )
         self._nodes: dict[int, Node] = {}
         self._ledger = Ledger(since=time.monotonic())
@@ -403,7 +407,7 @@ class Coordinator:
             clock=moment + self._shift,
             made_at=moment,
         )
-        files.later(succession.write_state, self._job_dir, self._state)
+        files.later(files.write_json, self._job_dir / COORDINATOR, plain(self._state))
         self._send_succession(self._peers.values())
 
     def _send_succession(self, peers: Iterable[Peer]) -> None:
@@ -523,7 +527,7 @@ def with_store(
 ) -> tuple[dict[int, World], socket.socket | None]:
     """Bind the store's port; return the worlds of a round with it, and the store's socket.
 
-    The socket is None if rank 0, or torchrun's own agent, binds the port.
+    The socket is None if rank 0 binds the port.
 
     Args:
         worlds: the place of each node, in the order of their ranks.

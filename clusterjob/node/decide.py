@@ -440,7 +440,7 @@ def _failures(job: Job, ledger: Ledger, view: View, now: float) -> tuple[list[En
         asked = by_kind or failure.exit_code == PREEMPTED_EXIT_CODE
         if entry.at >= ledger.stop_at:
             continue
-        if failure.rank is None and not asked:  # SIGTERM may end torchrun, which has no rank
+        if failure.rank is None:
             counted.append(entry)
         elif warned and (asked or options.warn_signal):
             left = True
@@ -705,7 +705,11 @@ class _Step:
             self.finish(self.preempted(_NOT_STARTED))
             return
         if over and now >= ledger.since and now >= self.may_train():
-            self._begin_or_measure()
+            if self.job.options.preflight != "off" and ledger.round < 0:
+                self._measure()
+                if self.ledger.slow is None or self.ledger.stage is Stage.END:
+                    return
+            self.begin()
             return
         few = len(self.chosen()) < self.least
         alone = not self.has_majority() or (ledger.took_over and few)
@@ -713,13 +717,6 @@ class _Step:
             self.go(Stage.RESIGN)
         elif not over:
             self._look_for_missing(first=first)
-
-    def _begin_or_measure(self) -> None:
-        if self.job.options.preflight != "off" and self.ledger.round < 0:
-            self._measure()
-            if self.ledger.slow is None or self.ledger.stage is Stage.END:
-                return
-        self.begin()
 
     def _measure(self) -> None:
         """Let all nodes measure; leave slow ones out, if there are enough others."""
@@ -857,7 +854,7 @@ class _Step:
             world_size=world_size,
             nodes=chosen,
             wanted=self.wanted,
-            preload=options.preloads_torch,
+            preload=options.start != "exec" and options.program.is_python,
         )
 
     # -- a round that runs -------------------------------------------------------------------------
@@ -1163,7 +1160,7 @@ class _Step:
         # If only the agent was killed, its host is not to blame. A coordinator whose agent was
         # killed is here again. A full disk is emptied.
         agent_killed = lost and (node == self.job.own or any(each.ended for each in losses[-1:]))
-        if not agent_killed and not failure_texts.is_full_disk(failure.message):
+        if not agent_killed and failure_texts.FULL_DISK not in failure.message:
             self.add(
                 "avoid",
                 node_rank=node,

@@ -31,12 +31,12 @@ class RankProcess:
     """The process of one rank.
 
     Attributes:
-        rank: None for a torchrun that has not started its workers.
+        rank: its rank.
         pid: the process; it may have ended.
         environ: its environment.
     """
 
-    rank: int | None
+    rank: int
     pid: int
     environ: dict[str, str] = field(repr=False)
 
@@ -48,13 +48,11 @@ class NodeProcesses:
     Attributes:
         ranks: the node's ranks, in order; empty if no workers run.
         forkserver: the pid of the forkserver; None if Slurm has started the ranks.
-        parent: the parent of all ranks; None if it is not known.
         started: whether any process of the node was found.
     """
 
     ranks: tuple[RankProcess, ...] = ()
     forkserver: int | None = None
-    parent: int | None = None
     started: bool = False
 
 
@@ -126,31 +124,19 @@ def table_of(pid: int) -> dict[str, Any] | None:
 
 
 def _in_table(pid: int, table: dict[str, Any]) -> NodeProcesses:
-    workers = table["workers"]
-    if workers and workers[0]["rank"] is None:  # torchrun starts the workers
-        below = [
-            (child, environ)
-            for child in processes.descendants(workers[0]["pid"])
-            if "RANK" in (environ := processes.environment_of(child)) and MARK not in environ
-        ]
-        if below:
-            return _among_tasks(below, forkserver=pid)
     return NodeProcesses(
         tuple(
             RankProcess(
                 worker["rank"], worker["pid"], environ={**table["environ"], **worker["variables"]}
             )
-            for worker in workers
+            for worker in table["workers"]
         ),
         forkserver=pid,
-        parent=pid,
         started=True,
     )
 
 
-def _among_tasks(
-    tasks: list[tuple[int, dict[str, str]]], forkserver: int | None = None
-) -> NodeProcesses:
+def _among_tasks(tasks: list[tuple[int, dict[str, str]]]) -> NodeProcesses:
     """Return the ranks among processes that have their rank in their own environment.
 
     A worker's child processes have the same variables: the topmost process is the worker.
@@ -165,8 +151,4 @@ def _among_tasks(
         if int(fields[1]) not in pids or number not in by_rank:
             by_rank[number] = RankProcess(number, pid, environ=environ)
     ranks = tuple(by_rank[number] for number in sorted(by_rank))
-    return NodeProcesses(
-        ranks,
-        forkserver=forkserver,
-        started=True,
-    )
+    return NodeProcesses(ranks, started=True)

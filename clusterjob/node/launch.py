@@ -119,9 +119,10 @@ def launch(options: LaunchOptions, environ: Mapping[str, str]) -> int:
 
     gc.enable()
 
-    shown = options.echo or numbered
     console = Console(
-        LogReader(job_dir, node=topology.node_rank, attempt=job.attempt) if shown else None,
+        LogReader(job_dir, node=topology.node_rank, attempt=job.attempt)
+        if options.echo or numbered
+        else None,
         numbered=numbered,
         note=parent.console if options.restarts else None,
     )
@@ -310,8 +311,11 @@ def _identity(
         UsageError: the job has several nodes and no secret, but requires one.
     """
     attempt = this_node.read_attempt(environ)
-    place_text = f"{topology.master_addr}-{topology.master_port or 0}-{topology.nnodes}"
-    own_name = f"launch-{secrets.token_hex(4)}" if topology.nnodes == 1 else f"launch-{place_text}"
+    own_name = (
+        f"launch-{secrets.token_hex(4)}"
+        if topology.nnodes == 1
+        else f"launch-{topology.master_addr}-{topology.master_port or 0}-{topology.nnodes}"
+    )
     job_id = this_node.job_id(topology.source, environ) or own_name
     token = contract.read_token(environ)
     is_open = token is None and topology.nnodes > 1

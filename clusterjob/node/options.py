@@ -18,7 +18,7 @@ from clusterjob.node.program import NO_EFFECT, STDIN, WORKER_WORDS, Program
 from clusterjob.node.verdict import FailureKind
 
 START_MODES = ("auto", "fork", "exec")
-LAUNCHERS = ("agent", "torchrun", "ray")
+LAUNCHERS = ("agent", "ray")
 PREFLIGHT_MODES = ("off", "warn", "refuse")
 GRACE = 3.0  # seconds between SIGTERM and SIGKILL of an ordered stop, without --grace
 _RETRY = re.compile(
@@ -133,8 +133,8 @@ class LaunchOptions:
         retry: --retry KIND[:N] for kinds of failures, each as `Retry.parse` reads it.
         start: ``fork`` the workers from a process that has imported torch, ``exec`` a new process
             for each, or ``auto``: fork if it is safe.
-        launcher: ``agent``: clusterjob's agent starts the workers; ``torchrun``: torch's own agent
-            on each node starts them; ``ray``: a Ray cluster, whose driver is the program on node 0.
+        launcher: ``agent``: clusterjob's agent starts the workers; ``ray``: a Ray cluster, whose
+            driver is the program on node 0.
         time_limit: how long the job may run, from when all workers have started, or from the end
             of `join_timeout` if they start later; None for no limit.
         join_timeout: how long the agents wait for each other.
@@ -282,11 +282,6 @@ class LaunchOptions:
     placement: Mapping[str, str] = field(default_factory=dict)
 
     @property
-    def preloads_torch(self) -> bool:
-        """Whether the forkserver imports torch before it starts the workers."""
-        return self.launcher != "torchrun" and self.start != "exec" and self.program.is_python
-
-    @property
     def restarts(self) -> bool:
         """Whether the workers may be started again after a failure."""
         return bool(self.max_restarts or self.spares or self.min_nodes)
@@ -347,7 +342,12 @@ def parse(argv: Sequence[str]) -> LaunchOptions:
     elif placement.get(_NNODES) == "1":
         placement = {_NODE_RANK: "0"} | placement
     values["retry"] = tuple(word for words in values["retry"] or () for word in words)
-    return LaunchOptions(program=program, placement=_with_port(placement), **values)
+    # HOST:PORT of --rdzv-endpoint; port 0 means any, as in torchrun.
+    host, colon, port = placement.get(_MASTER_ADDR, "").rpartition(":")
+    if colon and port.isdecimal() and (":" not in host or host.startswith("[")):
+        chosen = {_MASTER_PORT: port} if int(port) else {}
+        placement = chosen | placement | {_MASTER_ADDR: host.strip("[]")}
+    return LaunchOptions(program=program, placement=placement, **values)
 
 
 def _minimum(least: str, most: str) -> int | None:
@@ -358,15 +358,6 @@ def _minimum(least: str, most: str) -> int | None:
             "write it as 2:4",
         )
     return int(least) if int(least) < int(most) else None
-
-
-def _with_port(placement: dict[str, str]) -> dict[str, str]:
-    """Divide HOST:PORT of --rdzv-endpoint into two variables; port 0 means any, as in torchrun."""
-    host, colon, port = placement.get(_MASTER_ADDR, "").rpartition(":")
-    if colon and port.isdecimal() and (":" not in host or host.startswith("[")):
-        chosen = {_MASTER_PORT: port} if int(port) else {}
-        placement = chosen | placement | {_MASTER_ADDR: host.strip("[]")}
-    return placement
 
 
 def _split_program(argv: list[str]) -> tuple[list[str], Program | None]:
@@ -413,11 +404,12 @@ _STANDALONE = {_NNODES: "1", _NODE_RANK: "0", _MASTER_ADDR: "127.0.0.1"}
 
 
 def _no_such_option(word: str) -> UsageError:
-    hint = "`clusterjob launch --help` lists the options"
-    if word == "--no-python":
-        hint = "write the command after --, such as -- bash train.sh"
-    else:
-        hint = did_you_mean(word, sorted(parser()._option_string_actions), hint, cutoff=0.7)
+    known, general = parser()._option_string_actions, "`clusterjob launch --help` lists the options"
+    hint = (
+        "write the command after --, such as -- bash train.sh"
+        if word == "--no-python"
+        else did_you_mean(word, sorted(known), general, cutoff=0.7)
+    )
     return UsageError(f"there is no option {word}", hint)
 
 

@@ -27,7 +27,7 @@ from clusterjob.errors import ClusterJobError, JobFailed
 from clusterjob.node import contract, program
 from clusterjob.node.environments import this_node
 from clusterjob.node.logs.job_dir import OUTCOMES
-from clusterjob.node.system import codec, files
+from clusterjob.node.system import files
 
 if TYPE_CHECKING:
     from clusterjob.worker.context import Context
@@ -268,13 +268,6 @@ def _encode(value: Any) -> Any:
     raise TypeError(type(value).__name__)
 
 
-def _decoded(data: dict[str, Any]) -> Any:
-    """Return what a JSON object of `_encode` stands for."""
-    if data.keys() == {"dict"}:
-        return dict(data["dict"])
-    return tuple(data["tuple"]) if data.keys() == {"tuple"} else data
-
-
 def write_value(
     job_dir: Path, rank: int, attempt: int, value: Any, *, world_size: int | None = None
 ) -> None:
@@ -331,67 +324,6 @@ def _write(job_dir: Path, rank: int, attempt: int, data: bytes, pickled: bytes |
     if pickled is not None:
         files.write_atomic(folder / outcome_name(rank, attempt, "pkl"), pickled)
     files.write_atomic(folder / outcome_name(rank, attempt), data)
-
-
-def from_json(data: bytes, rank: int) -> CallOutcome:
-    """Return the outcome in a rank's JSON file, which an untrusted host may have written.
-
-    Raises:
-        JobFailed: the file is malformed.
-    """
-    try:
-        if len(data) > MAX_JSON:
-            raise ValueError
-        found = json.loads(data, object_hook=_decoded)
-        if "error" in found:
-            return CallOutcome(failure=codec.read(RemoteFailure, found["error"]))
-        size = found.get("world_size")
-        if size is not None and not (type(size) is int and 0 < size <= MAX_WORLD_SIZE):
-            raise ValueError
-        if "pickled" in found:
-            return CallOutcome(pickled=str(found["pickled"])[:200], world_size=size)
-        return CallOutcome(found["value"], world_size=size)
-    except (ValueError, TypeError, LookupError, AttributeError, RecursionError) as error:
-        raise JobFailed(f"the result of rank {rank} is malformed") from error
-
-
-def from_pickle(data: bytes, rank: int) -> CallOutcome:
-    """Return the outcome in a rank's pickle; this runs code that the pickle names.
-
-    Raises:
-        JobFailed: the outcome cannot be unpickled on this machine.
-    """
-    try:
-        outcome = pickle.loads(data)  # noqa: S301 - the caller trusts the writer
-    except Exception as error:  # a class's own code runs here and may raise any exception
-        raise JobFailed(
-            f"the result of rank {rank} cannot be read here: {type(error).__name__}: {error}"
-        ) from error
-    if not isinstance(outcome, CallOutcome):
-        raise JobFailed(f"the result of rank {rank} is malformed")
-    return outcome
-
-
-def read_outcome(job_dir: Path, rank: int, attempt: int) -> CallOutcome | None:
-    """Return a rank's outcome from the user's own directory; None if that rank wrote none.
-
-    Args:
-        job_dir: the job's directory, which only its owner can write.
-        rank: rank of the worker.
-        attempt: number of the job's attempt.
-
-    Raises:
-        JobFailed: the outcome cannot be read.
-    """
-    folder = job_dir / OUTCOMES
-    try:
-        found = from_json((folder / outcome_name(rank, attempt)).read_bytes(), rank)
-        if found.failure is None and not found.pickled:
-            return found
-        pickled = (folder / outcome_name(rank, attempt, "pkl")).read_bytes()
-    except OSError:
-        return None
-    return from_pickle(pickled, rank)
 
 
 class ReturnValue:

@@ -51,7 +51,9 @@ def find_rank(given: dict[str, str], *, checked: bool = True) -> Finding:
         return Finding("arguments")
     # Given ranks are read like torch's variables; the variables of other families are ignored.
     if given:
-        finding = families.read_torch(os.environ | (_complete(given) if checked else given))
+        finding = families.TORCH.read(
+            Finding("env", os.environ | (_complete(given) if checked else given))
+        )
     else:
         finding = this_node.detect(this_node.look_up(os.environ))
     if not checked:
@@ -343,23 +345,19 @@ def choose_backend(asked: str | None, gpus: int, kind: str = "cuda") -> str:
     return asked or ("nccl" if gpus and kind == "cuda" else "gloo")
 
 
-def choose_device(local_rank: int, gpus: int, kind: str = "cuda") -> str:
-    """Return the name of a process's device: ``cpu``, or the GPU with its local rank.
+def _use_device(context: Context, kind: str, gpus: int, bound: Any = None) -> None:
+    """Set the device of a process: ``cpu``, or the GPU with its local rank.
 
     Args:
-        local_rank: index of the process on its node.
+        context: that of the process.
+        kind: torch's device type for the GPUs.
         gpus: number of GPUs that torch can use. It is 1 if the launcher shows each process only
             its own GPU (mace#435).
-        kind: torch's device type for them.
+        bound: the device of its group, if it has one.
     """
-    return f"{kind}:{local_rank % gpus}" if gpus else "cpu"
-
-
-def _use_device(context: Context, kind: str, gpus: int, bound: Any = None) -> None:
-    """Set the device of a process; `bound` is that of its group, if it has one."""
     import torch
 
-    context.device = torch.device(choose_device(context.local_rank, gpus, kind))
+    context.device = torch.device(f"{kind}:{context.local_rank % gpus}" if gpus else "cpu")
     if bound is not None and bound.type == kind:
         context.device = bound
     if gpus:

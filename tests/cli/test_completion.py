@@ -150,7 +150,7 @@ def test_latest_ids_are_completed_newest_first(
     ("words", "expected"),
     [
         (("submit", "--start", ""), ["auto", "fork", "exec"]),
-        (("submit", "--launcher", ""), ["agent", "torchrun", "ray", "srun"]),
+        (("submit", "--launcher", ""), ["agent", "ray", "srun"]),
         (("submit", "--nproc_per_node", ""), ["gpu", "cpu", "auto"]),
         (("submit", "--after", "afterok:a,aftern"), ["afterok:a,afternotok:"]),
         (("submit", "--workdir", "x"), [":files"]),

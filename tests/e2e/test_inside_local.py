@@ -153,14 +153,12 @@ def test_end_of_job_ends_command_with_255(small: Inside) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "options", [("--start", "fork"), ("--start", "exec"), ("--launcher", "torchrun")]
-)
+@pytest.mark.parametrize("start", ["fork", "exec"])
 def test_exec_finds_rank_of_each_start_and_its_secret(
-    tmp_path: Path, options: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, start: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("API_KEY", "s3cr3t-4711")
-    with running(tmp_path, *TWO_NODES, "--secret", "API_KEY", *options) as job:
+    with running(tmp_path, *TWO_NODES, "--secret", "API_KEY", "--start", start) as job:
         monkeypatch.delenv("API_KEY")
         assert job.shell("echo $API_KEY") == "s3cr3t-4711\n"
         files = [path for path in Records().find(job.id).job_dir.rglob("*") if path.is_file()]

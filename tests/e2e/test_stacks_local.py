@@ -43,9 +43,8 @@ def test_stacks_of_forked_workers_and_of_a_stopped_one(tmp_path: Path, plain_pyt
     [
         ("--start", "exec", "guest.py"),
         ("--", "bash", "run.sh"),
-        pytest.param(("--launcher", "torchrun", "guest.py"), marks=pytest.mark.slow),
     ],
-    ids=["exec", "below a shell", "torchrun"],
+    ids=["exec", "below a shell"],
 )
 def test_stacks_of_workers_that_are_not_forked(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, program: tuple[str, ...]

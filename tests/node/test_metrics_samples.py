@@ -469,13 +469,3 @@ def test_port_in_use_is_one_line_and_the_job_goes_on(make_job: Callable[..., Job
         job.run("--metrics-port", port, job.script("print('done')"), python=PLAIN)
     said = job.stderr(job.agents[0]) + job.stdout(job.agents[0])
     assert said.count(f"node 0 serves no metrics on port {port}: ") == 1
-
-
-@pytest.mark.slow
-def test_torchrun_workers_are_sampled_by_rank(make_job: Callable[..., Job]) -> None:
-    job = make_job()
-    job.start_all("--launcher", "torchrun", "--nproc-per-node", "2", job.script(WORKER))
-    sample = wait_for_workers(job, {0, 1})
-    job.path("end").touch()
-    assert job.wait() == [0]
-    assert all(worker.rss > 1 << 20 for worker in sample.workers)

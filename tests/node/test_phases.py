@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pytest
 from procs import WITH_TORCH, Job, MakeJob
 
 from clusterjob.node.logs.events import PhaseBegin, read_phases
@@ -47,15 +46,9 @@ def test_ranks_on_two_nodes_record_each_phase_once_and_events_count_them(make_jo
     assert (len(job.events("running")), len(job.events("stop"))) == (1, 0)
 
 
-@pytest.mark.parametrize(
-    "how",
-    [("--start", "exec"), pytest.param(("--launcher", "torchrun"), marks=pytest.mark.slow)],
-)
-def test_plain_script_without_fork_records_phases_of_its_ranks(
-    make_job: MakeJob, how: tuple[str, str]
-) -> None:
+def test_plain_script_without_fork_records_phases_of_its_ranks(make_job: MakeJob) -> None:
     job = make_job()
-    job.run(*how, "--nproc-per-node", "2", job.script(PLAIN))
+    job.run("--start", "exec", "--nproc-per-node", "2", job.script(PLAIN))
     assert [names(phases_of(job, rank)) for rank in (0, 1)] == [FORMED, FORMED]
     assert job.events("ranks")[-1]["formed"] == 2
     assert not job.events("started")[0]["preload"]

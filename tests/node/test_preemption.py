@@ -288,22 +288,6 @@ def test_worker_sees_warning_again_after_restart(make_job: MakeJob) -> None:
     assert (job.result["state"], job.result["restarts"]) == ("PREEMPTED", 1)
 
 
-@pytest.mark.slow
-def test_workers_under_torchrun_see_warning_file(make_job: MakeJob) -> None:
-    """torchrun does not pass the pipe on.
-
-    It also ends the other workers of its node when the first one exits.
-    """
-    job = make_job(2)
-    job.start_all(
-        *WARNING, "--launcher", "torchrun", write_scripts(job, POLLS_WARNING), python=WITH_TORCH
-    )
-    up(job, 2)
-    signal_all(own_processes(), signal.SIGTERM)
-    assert job.wait() == [75, 75]
-    check_preempted(job, f"SIGTERM on {HOST}")
-
-
 # -- the next attempt ------------------------------------------------------------------------------
 
 

@@ -110,7 +110,7 @@ def test_each_worker_that_others_wait_for_is_described(
 ) -> None:
     read = list[Path]()
     monkeypatch.setattr(log_files, "last_lines", lambda path: read.append(path) or ())
-    failures = Failures(1, "gpu1", directory=tmp_path, attempt=0, under_torchrun=False)
+    failures = Failures(1, "gpu1", directory=tmp_path, attempt=0)
     status = WorkerStatus(failures, WORLD)
     probe = Probe((4, 5, 6, 7), gave_up=True)
     lines, _ = status.describe(probe, [])

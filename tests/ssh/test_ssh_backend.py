@@ -32,9 +32,9 @@ from terminals import Terminal
 from verdicts import wait_for_verdict
 
 from clusterjob.backends.base import Status
+from clusterjob.cli import output
 from clusterjob.core import jobs, polling
 from clusterjob.core.records import Record, Records
-from clusterjob.node.logs import ends
 from clusterjob.node.program import Program
 from clusterjob.node.verdict import JobState, Verdict
 from clusterjob.remote.mirror import JobMirror
@@ -102,7 +102,7 @@ def test_git_answers_beside_file_and_files_written_there_are_named(site: Site) -
 
     def named() -> list[str]:
         polling.status(record)
-        lines = ends.written_beside_code(record.job_dir, verdict)
+        lines = output.written_beside_code(record.job_dir, verdict)
         return sorted(line.partition(" on ")[2] for line in lines)
 
     wait_until(lambda: named() == ["gpu1: last.pt", "gpu2: last.pt"], TEST_TIMEOUT, "both names")

@@ -108,5 +108,5 @@ def test_error_of_search_names_the_ports_of_each_reason() -> None:
         search.errors.update({21: "connection refused", 23: "connection refused"})
         return search._error()
 
-    why = "connection refused (port 21, 23); no answer (port 22)"
+    why = "connection refused (ports 21, 23); no answer (port 22)"
     assert asyncio.run(text()) == f"node 0 cannot reach node 0 at : {why}"

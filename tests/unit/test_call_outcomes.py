@@ -13,7 +13,7 @@ import pytest
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
-from clusterjob.api import failures, results
+from clusterjob.api import outcomes, results
 from clusterjob.core.records import Record
 from clusterjob.errors import JobFailed
 from clusterjob.node.verdict import JobState, Verdict
@@ -46,7 +46,7 @@ class Number(float):
 @example("\ud800")
 def test_plain_value_comes_back_exactly_without_pickle(tmp_path: Path, value: Any) -> None:
     call.write_value(tmp_path, 0, attempt=0, value=value)
-    found = call.from_json((tmp_path / "call" / "rank0.attempt0.json").read_bytes(), 0)
+    found = outcomes.from_json((tmp_path / "call" / "rank0.attempt0.json").read_bytes(), 0)
     assert not found.pickled
     assert (repr(found.value), type(found.value)) == (repr(value), type(value))
     assert not (tmp_path / "call" / "rank0.attempt0.pkl").exists()
@@ -66,9 +66,9 @@ def test_plain_value_comes_back_exactly_without_pickle(tmp_path: Path, value: An
 )
 def test_other_value_is_pickled_and_named(tmp_path: Path, value: Any, kind: str) -> None:
     call.write_value(tmp_path, 3, attempt=1, value=value)
-    plain = call.from_json((tmp_path / "call" / "rank3.attempt1.json").read_bytes(), 3)
+    plain = outcomes.from_json((tmp_path / "call" / "rank3.attempt1.json").read_bytes(), 3)
     assert plain.pickled == kind
-    local = call.read_outcome(tmp_path, 3, attempt=1)
+    local = outcomes.read_outcome(tmp_path, 3, attempt=1)
     assert (local.value, type(local.value)) == (value, type(value))
 
 
@@ -77,7 +77,7 @@ def test_float_of_another_type_and_nan_are_read_as_floats(
     tmp_path: Path, value: float, read: str
 ) -> None:
     call.write_value(tmp_path, 9, attempt=1, value=value)
-    local = call.read_outcome(tmp_path, 9, attempt=1)
+    local = outcomes.read_outcome(tmp_path, 9, attempt=1)
     assert (repr(local.value), type(local.value)) == (read, float)
 
 
@@ -90,7 +90,7 @@ def test_exception_is_written_as_bounded_text(tmp_path: Path) -> None:
         call.write_error(tmp_path, 0, attempt=0, error=error)
         data = (tmp_path / "call" / "rank0.attempt0.json").read_bytes()
         assert len(data) < 200_000
-        found = call.from_json(data, 0)
+        found = outcomes.from_json(data, 0)
         assert found.failure.type == type(error).__name__
 
 
@@ -99,9 +99,9 @@ def test_larger_value_than_the_limit_is_neither_written_nor_read(tmp_path: Path)
     assert (tmp_path / "call" / "rank0.attempt0.json").stat().st_size < 200
     data = b'{"value":"%s"}'
     room = call.MAX_JSON - len(data % b"")
-    assert len(call.from_json(data % (b"x" * room), 0).value) == room
+    assert len(outcomes.from_json(data % (b"x" * room), 0).value) == room
     with pytest.raises(JobFailed, match="malformed"):
-        call.from_json(data % (b"x" * (room + 1)), 0)
+        outcomes.from_json(data % (b"x" * (room + 1)), 0)
 
 
 @settings(max_examples=200, deadline=None)
@@ -120,13 +120,13 @@ def test_larger_value_than_the_limit_is_neither_written_nor_read(tmp_path: Path)
 )
 def test_hostile_file_gives_value_or_one_error(data: bytes) -> None:
     with contextlib.suppress(JobFailed):
-        assert isinstance(call.from_json(data, 3), call.CallOutcome)
+        assert isinstance(outcomes.from_json(data, 3), call.CallOutcome)
 
 
 def test_error_of_hostile_job_controls_no_terminal() -> None:
     """Python prints an error that the user's script does not catch."""
     verdict = Verdict(JobState.LOST, 1, reason="\x1b]0;title\x07\nsecond line")
-    error = failures.error_of(verdict, None, name="job t-1")
+    error = outcomes.error_of(verdict, None, name="job t-1")
     assert str(error) == "job t-1 LOST: \\x1b]0;title\\x07\nsecond line"
     record = Record(
         "t-1", "t", cluster="none", backend="none", job_dir=Path("/nonexistent"), nodes=1,

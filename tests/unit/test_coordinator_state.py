@@ -14,7 +14,8 @@ import pytest
 from clusterjob.node.logs.job_dir import COORDINATOR
 from clusterjob.node.rendezvous import succession
 from clusterjob.node.rendezvous.messages import CoordinatorState, Lasting, Members
-from clusterjob.node.system import processes
+from clusterjob.node.system import files, processes
+from clusterjob.node.system.codec import plain
 from clusterjob.node.verdict import RoundEnd
 
 
@@ -41,6 +42,10 @@ def state(seconds_left: float = 1e6) -> CoordinatorState:
     )
 
 
+def write(job_dir: Path, written: CoordinatorState) -> None:
+    files.write_json(job_dir / COORDINATOR, plain(written))
+
+
 def read(job_dir: Path, attempt: int = 2) -> CoordinatorState | None:
     found = succession.from_disk(job_dir, attempt, "it was killed")
     return found.state if found is not None else None
@@ -49,7 +54,7 @@ def read(job_dir: Path, attempt: int = 2) -> CoordinatorState | None:
 def test_state_that_was_written_is_read_in_the_same_attempt(tmp_path: Path) -> None:
     assert read(tmp_path) is None
     written = state()
-    succession.write_state(tmp_path, written)
+    write(tmp_path, written)
     # The rounds that have ended are those of the events.
     assert read(tmp_path) == replace(written, lasting=replace(written.lasting, rounds=()))
     assert read(tmp_path, 3) is None
@@ -61,7 +66,7 @@ def test_time_limit_goes_on_on_this_machine_and_stands_still_until_another_reads
 ) -> None:
     made = replace(state(160.0), made_at=time.monotonic() - 60)
     for boot, left in ((made.boot, 100), ("another", 160)):
-        succession.write_state(tmp_path, replace(made, boot=boot))
+        write(tmp_path, replace(made, boot=boot))
         found = succession.from_disk(tmp_path, 2, "it was killed")
         limit = found.received_at + found.state.lasting.deadline
         assert left - 10 < limit - time.monotonic() <= left
@@ -89,7 +94,7 @@ def test_time_limit_goes_on_on_this_machine_and_stands_still_until_another_reads
     ],
 )
 def test_damaged_state_is_ignored(tmp_path: Path, change: dict[str, Any]) -> None:
-    succession.write_state(tmp_path, state())
+    write(tmp_path, state())
     data = json.loads((tmp_path / COORDINATOR).read_text())
     (tmp_path / COORDINATOR).write_text(json.dumps(data | change))
     assert read(tmp_path) is None

@@ -951,15 +951,13 @@ def test_other_failure_after_a_warning_is_a_failure() -> None:
     assert cluster.end.state is JobState.FAILED
 
 
-@pytest.mark.parametrize(
-    ("rank", "kind"), [(None, FailureKind.TERMINATED), (1, FailureKind.PREEMPTED)]
-)
-def test_torchrun_or_worker_that_leaves_with_an_exception_after_a_warning_is_preempted(
-    rank: int | None, kind: FailureKind
+@pytest.mark.parametrize("kind", [FailureKind.TERMINATED, FailureKind.PREEMPTED])
+def test_worker_that_leaves_with_an_exception_after_a_warning_is_preempted(
+    kind: FailureKind,
 ) -> None:
     cluster = running(2, warning=60.0)
     warned(cluster)
-    cluster.fail(1, failure(rank, node=1, local=0, kind=kind))
+    cluster.fail(1, failure(1, node=1, local=0, kind=kind))
     cluster.say(0, 1, ended=True)
     cluster.finish()
     assert (cluster.end.state, cluster.end.exit_code) == (JobState.PREEMPTED, 75)

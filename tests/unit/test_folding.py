@@ -64,11 +64,10 @@ def test_rank_without_first_separator_is_still_folded() -> None:
 
 
 def test_equal_lines_of_ranks_and_nodes_are_folded_in_each_stream() -> None:
-    ranks = [LogLine(0, rank, stream="out", text="x") for rank in (0, 1, 2, 5)]
+    ranks = [LogLine(rank % 2, rank, stream="out", text="x") for rank in (5, 0, 1, 10, 2)]
     other = [LogLine(0, 3, stream="err", text="x"), LogLine(0, 3, stream="out", text="other")]
-    launchers = [LogLine(node, None, stream="out", text="x") for node in (1, 0)]
-    assert fold_all([*ranks, *other, *launchers]) == [
-        ("node0,node1,0-2,5", ranks[0]),
+    assert fold_all([*ranks, *other]) == [
+        ("0-2,5,10", ranks[0]),
         ("3", other[0]),
         ("3", other[1]),
     ]
@@ -83,15 +82,12 @@ def test_many_or_long_lines_are_folded_in_parts() -> None:
     assert len([*fold([log_line(1, 0, f"{number}{long}")] for number in range(10))]) > 1
 
 
-def writers(label: str) -> list[object]:
-    """Return the ranks (numbers) and torchrun launchers (texts) that a label names."""
-    found: list[object] = []
+def writers(label: str) -> list[int]:
+    """Return the ranks that a label names."""
+    found: list[int] = []
     for part in label.split(","):
-        if part.startswith("node"):
-            found.append(part)
-        else:
-            first, _, last = part.partition("-")
-            found += range(int(first), int(last or first) + 1)
+        first, _, last = part.partition("-")
+        found += range(int(first), int(last or first) + 1)
     return found
 
 
@@ -99,7 +95,7 @@ some_lines = st.lists(
     st.builds(
         LogLine,
         node_rank=st.integers(0, 1),
-        rank=st.none() | st.integers(0, 4),
+        rank=st.integers(0, 4),
         stream=st.sampled_from(["out", "err"]),
         text=st.sampled_from("abcdefg"),
         seconds=st.floats(0, 9),
@@ -112,11 +108,10 @@ some_lines = st.lists(
 def test_folding_keeps_all_lines_of_each_rank_in_order(lines: list[LogLine], in_time: bool) -> None:
     if in_time:
         lines.sort(key=lambda line: line.seconds)
-    written: dict[tuple[object, str], list[str]] = {}
+    written: dict[tuple[int, str], list[str]] = {}
     for line in lines:
-        writer = f"node{line.node_rank}" if line.rank is None else line.rank
-        written.setdefault((writer, line.stream), []).append(line.text)
-    shown: dict[tuple[object, str], list[str]] = {}
+        written.setdefault((line.rank, line.stream), []).append(line.text)
+    shown: dict[tuple[int, str], list[str]] = {}
     for label, line in fold_all(lines):
         for one in writers(label):
             shown.setdefault((one, line.stream), []).append(line.text)

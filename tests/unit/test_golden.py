@@ -99,7 +99,6 @@ SHAPES: dict[str, tuple[str, ...]] = {
     ),
     "until_done": ("--time", "2h", "--until-done", "--checkpoint-dir", "out", *SCRIPT),
     "requeue": ("--nodes", "2", "--requeue", "--time", "90m", "--signal-before", "90s", *SCRIPT),
-    "torchrun": ("--nodes", "2", "--nproc-per-node", "2", "--launcher", "torchrun", *SCRIPT),
     "srun": ("--nodes", "2", "--nproc-per-node", "2", "--launcher", "srun", *SCRIPT),
     "container": ("--nodes", "2", "--container", "pyxis:nvcr/pytorch:24.01", *SCRIPT),
     "apptainer": ("--container", "apptainer:image.sif", *SCRIPT),

@@ -79,7 +79,7 @@ TEXT = st.one_of(
 
 
 def labelled(label: str, stream: str, text: str) -> Labelled:
-    return label, LogLine(0, None, stream=stream, text=text)
+    return label, LogLine(0, 0, stream=stream, text=text)
 
 
 class Printed:
@@ -100,12 +100,12 @@ class Printed:
     def output(self, batch: Sequence[tuple[list[int], str, str]]) -> None:
         self._seconds += 0.1
         folded = [
-            labelled(",".join(ranges(ranks_of_line)) or "node0", stream, text)
+            labelled(",".join(ranges(ranks_of_line)), stream, text)
             for ranks_of_line, stream, text in batch
         ]
         self._print(self._writer.output(folded, self._seconds))
         for ranks_of_line, stream, text in batch:
-            for name in [f"rank{rank}" for rank in ranks_of_line] or ["torchrun"]:
+            for name in [f"rank{rank}" for rank in ranks_of_line]:
                 self._expect(f"{name}{self._mark}.{stream}", text)
 
     def message(self, text: str) -> None:
@@ -128,7 +128,7 @@ class Printed:
 def printed(draw: st.DrawFn, *, alike: bool = False) -> Printed:
     """Return the output of a node; with `alike`, its lines without a number are all equal."""
     it = Printed()
-    labels = st.one_of(st.sets(st.integers(0, 12), min_size=1, max_size=6).map(sorted), st.just([]))
+    labels = st.sets(st.integers(0, 12), min_size=1, max_size=6).map(sorted)
     batch = st.lists(
         st.tuples(labels, st.sampled_from(["out", "err"]), TEXT), min_size=1, max_size=5
     )
@@ -232,7 +232,7 @@ def test_reader_returns_lines_of_each_rank_as_written(it: Printed) -> None:
         lines = lines_of(LogReader(Path(folder)), end=True)
         for name, text in it.files.items():
             if name != "agent.log":
-                rank = None if name.startswith("torchrun") else int(name[4:].partition(".")[0])
+                rank = int(name[4:].partition(".")[0])
                 own = [line.text for line in lines if (line.rank, line.stream) == (rank, name[-3:])]
                 assert own == text.split("\n")[:-1]
 

@@ -72,11 +72,8 @@ def test_log_file_names_contain_rank_restart_and_attempt(
 ) -> None:
     directory = log_files.node_directory(tmp_path, 3)
     assert directory == tmp_path / "logs" / "node3"
-    for stem, pair in (
-        ("rank5", log_files.rank_files(directory, 5, restart=restart, attempt=attempt)),
-        ("torchrun", log_files.rank_files(directory, None, restart, attempt=attempt)),
-    ):
-        assert pair == tuple(directory / f"{stem}{suffix}.{stream}" for stream in ("out", "err"))
+    pair = log_files.rank_files(directory, 5, restart=restart, attempt=attempt)
+    assert pair == tuple(directory / f"rank5{suffix}.{stream}" for stream in ("out", "err"))
 
 
 def test_logs_without_timeline_are_read_while_workers_write(tmp_path: Path) -> None:
@@ -141,17 +138,6 @@ def test_attempts_are_read_in_order(tmp_path: Path, noted: bool) -> None:
     assert texts(lines_of(LogReader(tmp_path), end=True)) == list(STARTS)
     assert texts(lines_of(LogReader(tmp_path, attempt=2), end=True)) == list(STARTS[3:5])
     assert texts(lines_of(LogReader(tmp_path, attempt=0, rank=0), end=True)) == list(STARTS[:3])
-
-
-@pytest.mark.usefixtures("clock")
-def test_lines_of_torchrun_have_no_rank(tmp_path: Path) -> None:
-    node = Node(tmp_path, 1)
-    node.write("torchrun.err", "W1105 torchrun says\n")
-    node.write("torchrun.restart1.out", "again\n")
-    assert lines_of(LogReader(tmp_path)) == [
-        LogLine(1, None, stream="err", text="W1105 torchrun says"),
-        LogLine(1, None, stream="out", text="again"),
-    ]
 
 
 @pytest.mark.usefixtures("clock")

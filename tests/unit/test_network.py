@@ -121,11 +121,6 @@ def test_interface_of_own_host_name_is_not_lo_with_several_nodes(
         assert listener.getsockname()[0] in ("0.0.0.0", "::")
 
 
-def test_only_existing_interface_is_found() -> None:
-    assert network.has_interface("lo")
-    assert not network.has_interface("missing0")
-
-
 def test_addresses_of_all_are_plain_and_leave_out_names_that_do_not_resolve() -> None:
     hosts = ["192.0.2.1", "::ffff:192.0.2.2", "2001:DB8::1", "nowhere.invalid", "fe80::1%lo"]
     found = {"192.0.2.1", "192.0.2.2", "2001:db8::1", "fe80::1"}

@@ -101,7 +101,7 @@ def test_every_launch_option_is_parsed_from_its_own_arguments(tmp_path: Path) ->
         retry=("device:5", "code:0"),
         preflight="warn",
         start="fork",
-        launcher="torchrun",
+        launcher="ray",
         time_limit=1209601.0,  # not rounded to 1.2096e+06
         join_timeout=7.0,
         lease=9.0,
@@ -170,7 +170,7 @@ VALUES: dict[str, object] = {
     "cpus_per_task": "2", "mem": "1G", "time": "5m", "env": ["A=b"], "workdir": "/tmp",
     "python": "/usr/bin/python3", "uv": True, "env_archive": "env.tar.gz", "env_cache": "/scratch",
     "setup": ["date"], "max_restarts": "1", "retry": ["device:1"], "start": "fork",
-    "launcher": "torchrun", "require_gpus": True, "template": "t.j2", "set": ["foo=bar"],
+    "launcher": "ray", "require_gpus": True, "template": "t.j2", "set": ["foo=bar"],
     "hosts": "h3,h4,h5", "hostfile": "hosts", "login": "u@login", "transport": "openssh",
     "sync": False, "snapshot": False, "account": "a", "partition": "p", "qos": "q",
     "nodelist": "n1", "exclude": "n2", "reservation": "r", "container": "apptainer:/x.sif",

@@ -195,7 +195,7 @@ def test_impossible_elastic_job_is_refused(argv: str, message: str) -> None:
     assert message in caught.value.message
 
 
-@pytest.mark.parametrize("argv", ["--nodes 1:2 --launcher torchrun", "--spares 1 --launcher ray"])
+@pytest.mark.parametrize("argv", ["--nodes 1:2 --launcher ray", "--spares 1 --launcher ray"])
 def test_other_launchers_refuse_spare_and_elastic_nodes(argv: str) -> None:
     with pytest.raises(UsageError, match="cannot replace a lost node"):
         launch._for_launcher(parse([*argv.split(), "train.py"]))

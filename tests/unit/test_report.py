@@ -211,15 +211,6 @@ def test_lost_node_is_marked_but_none_for_a_hang_of_all_ranks(tmp_path: Path) ->
     assert "which failed" not in report_of(record, ended(replace(verdict, failure=hang)))
 
 
-def test_output_of_torchrun_is_shown_by_node(tmp_path: Path) -> None:
-    record = WrittenJob(tmp_path, failed=None).write()
-    for node in (0, 1):
-        directory = node_directory(record.job_dir, node)
-        (directory / f"rank{node}.out").unlink()
-        (directory / "torchrun.out").write_text(f"[rank{node}]: the same line\n")
-    assert "torchrun of nodes 0-1</summary>" in report_of(record)
-
-
 def test_report_of_pending_job_says_why_it_waits(tmp_path: Path) -> None:
     record = replace(WrittenJob(tmp_path).write(), end=None, job_dir=tmp_path)
     text = report_of(record, Status(JobState.PENDING, reason="Resources"))

@@ -54,7 +54,7 @@ def test_whole_number_setting_accepts_integer_and_text(key: str) -> None:
         ("grace", 2, 2.0),
         ("grace", "0.5", 0.5),
         ("start", "fork", "fork"),
-        ("launcher", "torchrun", "torchrun"),
+        ("launcher", "ray", "ray"),
         *(("require_gpus", value, True) for value in (True, "true", "True", "1", "yes")),
         *(("require_gpus", value, False) for value in (False, "false", "0", "no")),
     ],

@@ -60,7 +60,7 @@ def test_resources_below_minimum_are_refused(fields: dict[str, int], label: str)
         ({"spares": 2}, "--spares 2: the job has 2 nodes, and none is left for its workers"),
         ({"min_nodes": 3}, "--nodes 3:2: MIN must be at least 1, and at most MAX"),
         ({"min_nodes": 2, "spares": 1}, "--nodes 2:1: MIN must be at least 1, and at most MAX"),
-        ({"spares": 1, "launcher": "torchrun"}, "--spares 1 needs clusterjob's agent"),
+        ({"spares": 1, "launcher": "ray"}, "--spares 1 needs clusterjob's agent"),
         ({"min_nodes": 1, "launcher": "srun"}, "--nodes MIN:MAX needs clusterjob's agent"),
         ({"min_nodes": 1, "launcher": "ray"}, "--launcher ray starts the workers"),
     ],

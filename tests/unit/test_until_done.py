@@ -181,8 +181,8 @@ def test_search_that_hangs_counts_as_progress(job: Job, monkeypatch: pytest.Monk
         ({"until_done": True, "launcher": "srun"}, "--until-done needs clusterjob's agent"),
         ({"warn_signal": "SIGUSR1"}, "no warning would be sent"),
         (
-            {"until_done": True, "warn_signal": "SIGUSR1", "launcher": "torchrun"},
-            "--launcher torchrun starts the workers",
+            {"until_done": True, "warn_signal": "SIGUSR1", "launcher": "ray"},
+            "--launcher ray starts the workers",
         ),
     ],
 )

@@ -11,6 +11,7 @@ import os
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -335,8 +336,17 @@ def test_init_refuses_invalid_arguments(options: dict[str, Any], message: str) -
         (9, 8, "cuda:1"),
     ],
 )
-def test_device_is_chosen_by_local_rank(local_rank: int, gpus: int, name: str) -> None:
-    assert group.choose_device(local_rank, gpus) == name
+def test_device_is_chosen_by_local_rank(
+    monkeypatch: pytest.MonkeyPatch, local_rank: int, gpus: int, name: str
+) -> None:
+    import torch
+
+    chosen = list[Any]()
+    monkeypatch.setattr(torch.cuda, "set_device", chosen.append)
+    context: Any = SimpleNamespace(local_rank=local_rank)
+    group._use_device(context, "cuda", gpus)
+    assert str(context.device) == name
+    assert list(map(str, chosen)) == [name] * (gpus > 0)
 
 
 def test_backend_is_nccl_with_gpus_and_gloo_without() -> None:
@@ -500,16 +510,16 @@ def test_only_the_worker_itself_reports(monkeypatch: pytest.MonkeyPatch) -> None
     read, write = os.pipe()
     os.set_blocking(read, False)
     try:
-        for value in ("", "x:y", f"{write}:{os.getppid()}", f"999999:{os.getpid()}"):
+        # Also a worker of a torchrun that a worker has started is no rank.
+        monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", "error.json")
+        own, parent = os.getpid(), os.getppid()
+        for value in ("", "x:0:y", f"{write}:0:{parent}", f"999999:0:{own}", f"{write}:{own}"):
             monkeypatch.setenv("CLUSTERJOB_REPORT_FD", value)
             torch_patches.send("WorkerAlive", step=1)
-        monkeypatch.setenv("CLUSTERJOB_REPORT_FD", f"{write}:{os.getpid()}")
+        monkeypatch.setenv("CLUSTERJOB_REPORT_FD", f"{write}:3:{own}")
         torch_patches.send("WorkerAlive", step=2)
-        # The parent is the agent's torchrun.
-        monkeypatch.setenv("CLUSTERJOB_REPORT_FD", f"{write}:{os.getppid()}")
-        monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", "error.json")
-        torch_patches.fail("boom", 1, "code")
-        assert os.read(read, 1000).count(b"type") == 1
+        sent = json.loads(os.read(read, 1000))
+        assert sent == {"type": "WorkerAlive", "local_rank": 3, "step": 2}
     finally:
         os.close(read)
         os.close(write)

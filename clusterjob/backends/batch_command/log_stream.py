@@ -31,9 +31,7 @@ from clusterjob.node.system import files, private_dirs
 from clusterjob.node.verdict import Verdict, bounded
 
 _STATE, _LOCK = "stream.json", "stream.lock"
-_OURS = re.compile(
-    r"(?:rank\d+|torchrun)(?:\.attempt\d+)?\.(?:out|err)|agent\.log|timeline", re.ASCII
-)
+_OURS = re.compile(r"rank\d+(?:\.attempt\d+)?\.(?:out|err)|agent\.log|timeline", re.ASCII)
 _private = partial(os.open, mode=0o600)  # opens a file that other users cannot read
 _MAX_GAPS = 200  # maximum number of ranges of missing lines to remember
 _MAX_FILES = 8192  # maximum files per node and process; lines of more workers go to agent.log
@@ -41,8 +39,8 @@ _MAX_FILES = 8192  # maximum files per node and process; lines of more workers g
 _LINES, _MAX_LINES = 500, 128_000
 _LINE = re.compile(
     r"(?P<number>[1-9]\d{0,11})(?:@(?P<seconds>\d{1,12}\.\d))? "
-    r"(?:\[(?P<label>(?:\d{1,9}(?:-\d{1,9})?|node\d{1,9})"
-    r"(?:,\d{1,9}(?:-\d{1,9})?|,node\d{1,9})*)\](?P<err>!?)|clusterjob(?P<own>:|-verdict))"
+    r"(?:\[(?P<label>\d{1,9}(?:-\d{1,9})?(?:,\d{1,9}(?:-\d{1,9})?)*)\](?P<err>!?)"
+    r"|clusterjob(?P<own>:|-verdict))"
     r"(?P<more>\+?)(?: (?P<text>.*))?",
     re.ASCII | re.DOTALL,
 )
@@ -87,14 +85,14 @@ def parse_line(line: str) -> NumberedLine | None:
     )
 
 
-def label_ranks(label: str) -> list[int | None]:
-    """Return the ranks of a label; None stands for a node's torchrun."""
-    found: list[int | None] = []
+def label_ranks(label: str) -> list[int]:
+    """Return the ranks of a label."""
+    found: list[int] = []
     for part in label.split(","):
         first, _, last = part.partition("-")
-        is_node, room = part.startswith("node"), max(0, _MAX_RANKS_OF_LABEL - len(found))
-        found += [None] if is_node else [*range(int(first), int(last or first) + 1)[:room]]
-    return found[:_MAX_RANKS_OF_LABEL]
+        room = _MAX_RANKS_OF_LABEL - len(found)
+        found += range(int(first), int(last or first) + 1)[:room]
+    return found
 
 
 def parse_refusal(line: str) -> tuple[int, str] | None:

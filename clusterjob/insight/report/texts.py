@@ -54,11 +54,10 @@ def last_lines_of(
         directory = node_directory(job_dir, node)
         for name in file_names(directory):  # in the order of starts: the last one stays
             match = FILE_NAME.fullmatch(name)
-            if match is not None:  # torchrun merges the output of its node's ranks
-                key = int(match["rank"]) if match["rank"] else -1 - node
-                files.setdefault(key, {})[match["stream"]] = directory / name
+            if match is not None:
+                files.setdefault(int(match["rank"]), {})[match["stream"]] = directory / name
     root = failed[0] if failed else None
-    groups: dict[tuple[bool, bool, str], list[int]] = {}
+    groups: dict[tuple[bool, str], list[int]] = {}
     for rank in sorted(files):
         count = _LINES_OF_FAILED if rank == root else _LINES
         parts = []
@@ -68,14 +67,14 @@ def last_lines_of(
             if lines:
                 parts.append("\n".join([f"-- {title}", *lines]))
         if parts:
-            groups.setdefault((rank == root, rank < 0, "\n".join(parts)), []).append(rank)
+            groups.setdefault((rank == root, "\n".join(parts)), []).append(rank)
     ordered = sorted(
         groups.items(), key=lambda item: (not item[0][0], not {*failed} & {*item[1]}, item[1])
     )
     share = max(_SHORTEST, budget // max(1, len(ordered)))
     return [
         Texts(label(numbers), _cut(text, min(_LONGEST, share)), tuple(numbers))
-        for (_, _, text), numbers in ordered
+        for (_, text), numbers in ordered
     ]
 
 
@@ -85,10 +84,7 @@ def _tail(path: Path, count: int, budget: int) -> list[str]:
 
 
 def label(ranks: Sequence[int]) -> str:
-    """Return ranks as text, such as ``ranks 0-2,5 (4 ranks)``; -1 - k is the torchrun of node k."""
-    if ranks[0] < 0:
-        nodes = ranges(sorted(-1 - number for number in ranks))
-        return f"torchrun of node{'s' if len(ranks) > 1 else ''} {','.join(nodes)}"
+    """Return ranks as text, such as ``ranks 0-2,5 (4 ranks)``."""
     if len(ranks) == 1:
         return f"rank {ranks[0]}"
     return f"ranks {','.join(ranges(sorted(ranks)))} ({len(ranks)} ranks)"

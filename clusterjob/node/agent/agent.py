@@ -16,6 +16,7 @@ import sys
 import time
 from collections.abc import Coroutine
 from dataclasses import replace
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -94,7 +95,9 @@ class Agent:
         self._interrupted_at = math.inf  # by Ctrl-C; workers then get SIGINT instead of SIGTERM
         # One more port, which rank 0 binds itself.
         self._held = worker_variables.hold_ports(nproc + 1)
-        address = this_node.own_address(node.topology)
+        address = node.topology.master_addr  # at which the other nodes reach this one
+        if self._node_rank:
+            address = network.address_towards(address) or this_node.node_name()
         # Node 0 of hosts with several addresses has them all in `address`.
         host = address.partition(",")[0]
         self._hello = messages.Hello(
@@ -108,7 +111,8 @@ class Agent:
             endpoints=tuple(
                 network.with_port(host, holder.getsockname()[1]) for holder in self._held
             ),
-            wants_endpoints=worker_variables.may_use_paddle(node.options.program),
+            # PaddlePaddle needs them; a command may have an interpreter of its own.
+            wants_endpoints=not node.options.program.is_python or find_spec("paddle") is not None,
             key=node.identity.key,
         )
         self._workers = NodeWorkers(node, forkserver, self._report, self._send)
@@ -225,8 +229,7 @@ class Agent:
         while not self._report.state.idle and time.monotonic() < deadline:
             await asyncio.sleep(_PAUSE)
         if self._report.state.idle:  # the next coordinator may begin a round of the same number
-            self._report.begin(-1)
-            self._report.set(idle=True)
+            self._report.begin(-1, idle=True)
         # An agent that was killed comes back after a second.
         return await self._join(lost, _RETURN_SECONDS if lost.ended else _SEARCH_SECONDS)
 

@@ -114,7 +114,6 @@ class Search:
         deadline: the monotonic time at which it ends.
         first: whether this node has never joined; the coordinator may then refuse it.
         errors: why no coordinator was found at a port, by the port.
-        lookups: of the hosts' names.
     """
 
     node: NodeJob
@@ -123,7 +122,6 @@ class Search:
     deadline: float
     first: bool
     errors: dict[int, str] = field(default_factory=dict)
-    lookups: dict[str, asyncio.Task[list[str]]] = field(default_factory=dict)
 
     async def run(self, addresses: Iterable[str], turn: float = math.inf) -> Channel | None:
         """Join at one of some addresses; return None at `turn`.
@@ -180,9 +178,13 @@ class Search:
         topology, ports = self.node.topology, dict[str, list[str]]()
         for port in self.node.identity.ports:
             ports.setdefault(self.errors.get(port, _NO_ANSWER), []).append(str(port))
-        whys = [f"{why} (port {', '.join(own)})" for why, own in ports.items()]
-        place = f"node 0 at {topology.master_addr}"
-        return f"node {topology.node_rank} cannot reach {place}: {'; '.join(whys)}"
+        whys = [
+            f"{why} (port{'s' * (len(own) > 1)} {', '.join(own)})" for why, own in ports.items()
+        ]
+        return (
+            f"node {topology.node_rank} cannot reach node 0 at {topology.master_addr}:"
+            f" {'; '.join(whys)}"
+        )
 
     async def _join_at(self, host: str, port: int, after: float) -> Channel | None:
         """Try the addresses of a host in turn; return None if its name never resolves.
@@ -199,7 +201,9 @@ class Search:
         pause, begin, addresses = _FIRST_PAUSE, time.monotonic(), list[str]()
         while True:
             try:
-                addresses = await self._addresses_of(host)
+                # asyncio's own lookup runs in a thread that cannot be cancelled and would delay
+                # this agent's exit.
+                addresses = await asyncio.to_thread(network.addresses_of, host)
             except OSError as error:
                 self.errors[port] = _reason(error)
                 late = time.monotonic() > begin + _RESOLVE_SECONDS
@@ -220,16 +224,6 @@ class Search:
                     self.errors[port] = error.message  # it has not noticed the last link's end yet
             await asyncio.sleep(pause)
             pause = min(_MAX_PAUSE if self.first else _MAX_PAUSE_AGAIN, pause * 1.5)
-
-    async def _addresses_of(self, host: str) -> list[str]:
-        """Resolve a host, for all its ports at once.
-
-        asyncio's own lookup runs in a thread that cannot be cancelled and would delay this agent's
-        exit.
-        """
-        if host not in self.lookups or self.lookups[host].done():
-            self.lookups[host] = asyncio.create_task(asyncio.to_thread(network.addresses_of, host))
-        return await asyncio.shield(self.lookups[host])
 
     async def _attempt(self, address: str, port: int, connect_seconds: float) -> Channel:
         """Join the coordinator at one address and port; return the channel to it.

@@ -112,12 +112,17 @@ class StateReport:
             ),
         )
 
-    def begin(self, number: int) -> None:
-        """Begin a round: forget the workers of the last one."""
+    def begin(self, number: int, *, idle: bool = False) -> None:
+        """Begin a round: forget the workers of the last one.
+
+        Args:
+            number: the round; -1 for none.
+            idle: whether it has no workers.
+        """
         kept = {name: getattr(self.state, name) for name in _OF_NODE}
         self._failing, self._exits, self.stopped_at = {}, (), math.inf
         self.alive_at = self._told_at = time.monotonic()
-        self.set(**vars(NodeState(number, idle=False, **kept)))
+        self.set(**vars(NodeState(number, idle=idle, **kept)))
 
     def set(self, **fields: Any) -> None:
         """Change fields of the state."""
@@ -253,7 +258,6 @@ class NodeWorkers:
             this_node.node_name(),
             directory=directory,
             attempt=attempt,
-            under_torchrun=node.options.launcher == "torchrun",
         )
         none = World(
             restart=0,
@@ -279,12 +283,7 @@ class NodeWorkers:
         """
         assert order.world is not None
         world = replace(order.world, gpus=devices.visible_gpus(os.environ))
-        pairs = log_files.round_files(
-            self.failures.directory,
-            world,
-            attempt=self.failures.attempt,
-            torchrun=self.failures.under_torchrun,
-        )
+        pairs = log_files.round_files(self.failures.directory, world, attempt=self.failures.attempt)
         self.timeline.follow(itertools.chain.from_iterable(pairs))
         self._status = WorkerStatus(self.failures, world)
         self._ranks, self._formed, self._waits = {}, {}, {}
@@ -296,7 +295,8 @@ class NodeWorkers:
             contract.JOB_ID: job.job_id,
             contract.JOB_DIR: str(self._node.directory),
             contract.ATTEMPT: str(job.attempt),
-            contract.STORE: contract.store_address(world, self._node.options.launcher),
+            # host:port of torch's store if an agent serves it; empty if rank 0 serves it.
+            contract.STORE: f"{world.master_addr}:{world.master_port}" * world.agent_store,
         }
         if self._node.options.launcher == "ray":
             from clusterjob.node.workers import ray_node  # few jobs use Ray
@@ -458,22 +458,18 @@ class NodeWorkers:
 
     def _on_worker_exited(self, message: forkserver_messages.WorkerExited) -> None:
         status, local_rank = self._status, message.local_rank
-        torchrun = self.failures.under_torchrun  # it has started the workers, and ends with them
-        ranks = range(status.world.nproc) if torchrun else [local_rank]
         code, signal_name = processes.exit_code_of(message.status)
         ended = how(code, signal_name)
-        status.ended |= dict.fromkeys(ranks, ended)
-        for each in ranks:
-            self._begin_rank_phase(each, Phase.ENDED, detail=ended)
+        status.ended[local_rank] = ended
+        self._begin_rank_phase(local_rank, Phase.ENDED, detail=ended)
         if code != 0:
             failure = self.failures.of_worker(
                 status.world, local_rank, code=code, signal_name=signal_name, message=ended
             )
             self.report.fail(failure, message.monotonic, exited=True)
         else:
-            if not torchrun:
-                status.exits[local_rank] = message.monotonic
-            self.report.set(succeeded=(*self.report.state.succeeded, *ranks))
+            status.exits[local_rank] = message.monotonic
+            self.report.set(succeeded=(*self.report.state.succeeded, local_rank))
         if len(status.ended) == status.world.nproc:
             self.begin_phase(Phase.ENDED)
             self.report.set(ended=True)
@@ -735,9 +731,9 @@ class NodeMetrics:
             pause = writer.add(facts, sample)
 
     def _ranks(self) -> dict[int, int]:
-        """Return the rank of each worker by pid; torchrun may start some later than its agent."""
+        """Return the rank of each worker by pid."""
         ranks = job_processes.of_forkserver(self._workers.forkserver.pid).ranks
-        return {each.pid: each.rank for each in ranks if each.rank is not None}
+        return {each.pid: each.rank for each in ranks}
 
 
 def durations(begins: Iterable[PhaseBegin], begin: float, now: float) -> dict[str, Any]:

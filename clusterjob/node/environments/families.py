@@ -176,11 +176,6 @@ def _torch(found: Finding) -> Worker | None:
     return found.worker()
 
 
-def read_torch(environ: Mapping[str, str]) -> Finding:
-    """Return the rank assignment from torch's variables; missing ones are conflicts."""
-    return FAMILIES[0].read(Finding("env", environ))
-
-
 def _pals(found: Finding) -> Worker | None:
     """Read the variables of PALS, HPE Cray's launcher under PBS.
 
@@ -573,3 +568,4 @@ FAMILIES = (
         is_platform=True,
     ),
 )
+TORCH = FAMILIES[0]

@@ -1,12 +1,11 @@
 """This node's or process's part of a job: ranks, peers, GPUs, name, attempt, job id.
 
-`detect` is the reader of the variables, and `show` its result as ``clusterjob env``.
+`detect` is the reader of the variables.
 """
 
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import socket
 from collections.abc import Mapping, Sequence
@@ -25,9 +24,7 @@ from clusterjob.node.environments.topology import (
     whole_number,
 )
 from clusterjob.node.system import files, network, processes
-from clusterjob.node.system.sanitize import sanitize
 
-SCHEMA = 1
 _MAX_TEXT = 1 << 20  # characters of a host file
 _TIMEOUT = 4.0  # seconds for `flux hostlist local`
 # (family, count, index): the launcher sets both. A batch script may export a count for its steps.
@@ -40,7 +37,7 @@ _COUNTS = (
     ("paddle", "PADDLE_TRAINERS_NUM", "RANK"),
     ("sagemaker", "SM_HOST_COUNT", "SM_CURRENT_HOST"),
 )
-_FIELDS = (
+FIELDS = (
     "nnodes", "node_rank", "nproc_per_node", "master_addr", "master_port", "rank", "local_rank",
     "world_size", "local_world_size",
 )  # fmt: skip
@@ -245,13 +242,6 @@ def node_name(environ: Mapping[str, str] = os.environ) -> str:
     return environ.get("CLUSTERJOB_HOST") or environ.get("SLURMD_NODENAME") or socket.gethostname()
 
 
-def own_address(topology: Topology) -> str:
-    """Return the address at which the other nodes reach this one."""
-    if topology.node_rank == 0:
-        return topology.master_addr
-    return network.address_towards(topology.master_addr) or node_name()
-
-
 def read_attempt(environ: Mapping[str, str]) -> int:
     """Return the number of the job's attempt, from 0.
 
@@ -297,9 +287,6 @@ def supervisor(environ: Mapping[str, str], pid: int) -> tuple[str, int] | None:
     return ("slurmstepd", processes.parent(pid)) if in_step else None
 
 
-# -- clusterjob env --------------------------------------------------------------------------------
-
-
 def describe(finding: Finding) -> dict[str, Any]:
     """Return a finding as plain data; a field that its level does not have is None."""
     place = finding.placement
@@ -309,32 +296,8 @@ def describe(finding: Finding) -> dict[str, Any]:
     return {
         "source": finding.source,
         "level": finding.level,
-        **{name: fields.get(name) for name in _FIELDS},
+        **{name: fields.get(name) for name in FIELDS},
         "evidence": finding.evidence,
         "ignored": [{"variable": name, "why": why} for name, why in finding.ignored.items()],
         "conflicts": finding.conflicts,
     }
-
-
-def text_of(found: Mapping[str, Any]) -> str:
-    """Return the data of `describe` as text: each field with its value and its variable."""
-    rows = [
-        (name, str(found[name]), found["evidence"].get(name, ""))
-        for name in _FIELDS
-        if found[name] is not None
-    ]
-    rows = [("FIELD", "VALUE", "FROM"), *rows] if rows else []
-    names, values = (max((len(row[column]) for row in rows), default=0) for column in (0, 1))
-    lines = [f"source: {found['source']}   level: {found['level']}"]
-    lines += [f"{a:{names}}  {b:{values}}  {c}".rstrip() for a, b, c in rows]
-    lines += [f"ignored: {item['variable']} ({item['why']})" for item in found["ignored"]]
-    lines += [f"conflict: {conflict}" for conflict in found["conflicts"]]
-    return "\n".join(sanitize(line) for line in lines)
-
-
-def show(*, as_json: bool) -> int:
-    """Print the detected environment; return the exit code: 1 if there is a conflict, else 0."""
-    found = describe(detect(look_up(os.environ)))
-    # ASCII only, so that any encoding of stdout can represent it.
-    print(json.dumps({"schema": SCHEMA, **found}, indent=1) if as_json else text_of(found))
-    return 1 if found["conflicts"] else 0

@@ -15,7 +15,6 @@ from collections.abc import Mapping, Sequence
 from clusterjob.node import contract
 from clusterjob.node.contract import World
 from clusterjob.node.environments.topology import whole_number
-from clusterjob.node.program import Program
 from clusterjob.node.system import devices, network
 
 # All variables that a launcher sets for each worker; a job started inside another job must not
@@ -48,14 +47,11 @@ def quiet_defaults(environ: Mapping[str, str], master_addr: str, nnodes: int) ->
     wanted = {"PYTHONUNBUFFERED": "1", "TORCH_NCCL_ASYNC_ERROR_HANDLING": "1"}
     # The interface that the platform chose.
     named = environ.get("MLP_IFNAME", "").strip().strip("'\"")
-    interface = (
-        named
-        if named and network.has_interface(named)
-        else network.interface_among(master_addr, nnodes)
-    )
-    if interface:
+    if named not in {name for _, name in socket.if_nameindex()}:
+        named = network.interface_among(master_addr, nnodes) or ""
+    if named:
         # gloo takes one name; NCCL takes a prefix unless the value starts with '='.
-        wanted |= {"GLOO_SOCKET_IFNAME": interface, "NCCL_SOCKET_IFNAME": f"={interface}"}
+        wanted |= {"GLOO_SOCKET_IFNAME": named, "NCCL_SOCKET_IFNAME": f"={named}"}
     return {name: value for name, value in wanted.items() if name not in environ}
 
 
@@ -125,19 +121,6 @@ def hold_ports(count: int) -> list[socket.socket]:
             holder.close()
         return []
     return held
-
-
-def may_use_paddle(program: Program) -> bool:
-    """Return whether this node's workers may use PaddlePaddle.
-
-    They may if this interpreter has it, or if the program is a command with its own interpreter.
-
-    Args:
-        program: the program of each worker.
-    """
-    import importlib.util
-
-    return not program.is_python or importlib.util.find_spec("paddle") is not None
 
 
 def endpoint_list(endpoints: Sequence[str]) -> str:

@@ -9,8 +9,7 @@ An agent shows all of them: its output is often a platform's log, the only copy.
 A submitter who sees only the platform's log of each node gets numbered lines (`LineWriter`; read
 by `clusterjob.backends.batch_command.log_stream`):
 
-- ``<n>[@<seconds>] [<label>] <text>``: a worker's stdout. The label lists ranks, such as 0-3,5, or
-  is node0 for a torchrun.
+- ``<n>[@<seconds>] [<label>] <text>``: a worker's stdout. The label lists ranks, such as 0-3,5.
 - ``<n>[@<seconds>] [<label>]! <text>``: a worker's stderr.
 - ``<n> clusterjob: <text>``: an agent's message.
 - ``<n> clusterjob-verdict <json>``: the verdict, once, as the last line of node 0.
@@ -236,7 +235,7 @@ class Console:
         for lines in fold(itertools.chain([first], batches)):
             self._print_lines(lines)
         if self._live.has_terminal:
-            self._live.show([f"[{line.label}] {line.text}" for line in self._reader.open_lines()])
+            self._live.show([f"[{line.rank}] {line.text}" for line in self._reader.open_lines()])
 
     def _print_lines(self, lines: list[Labelled]) -> None:
         if self._numbered:

@@ -232,13 +232,6 @@ def files_in_code() -> str:
     return f"written beside the code, in {tree} on {os.uname().nodename}: {shown}" if found else ""
 
 
-def written_beside_code(job_dir: Path, verdict: Verdict) -> list[str]:
-    """Return a line for each host on which a job wrote files into its copy of the code."""
-    lines = [end.get("in_code") for end in written(job_dir, verdict.attempt)]
-    texts = [line[:_SHORT_TEXT] for line in lines if line and isinstance(line, str)]
-    return list(dict.fromkeys(filter(None, (verdict.in_code, *texts))))[:_MAX_NAMED]
-
-
 def write_result(job_dir: Path, verdict: Verdict) -> None:
     """Write the job's verdict.
 

@@ -23,7 +23,7 @@ Meaning = enum.Enum(
     "PEER_LOST RANKS_MISSING PEER_FAILED TERMINATED CHILD_KILLED NO_GPU_FOR_NCCL OOM_DEVICE DEVICE "
     "DISK OOM_HOST IMPORT IN_TORCH_DISTRIBUTED",
 )
-_FULL_DISK = "No space left on device"
+FULL_DISK = "No space left on device"
 # Meaning, pattern, and the source of the text.
 _RULES = (
     (
@@ -124,7 +124,7 @@ _RULES = (
     (
         Meaning.DISK,
         (
-            rf"{_FULL_DISK}|\[Errno 5\] Input/output error"
+            rf"{FULL_DISK}|\[Errno 5\] Input/output error"
             r"|\[Errno 30\] Read-only file system|PytorchStreamWriter failed writing file"
         ),
         "errno(3), through Python; caffe2/serialize/inline_container.cc",
@@ -234,11 +234,6 @@ def kind_of_end(
 def is_effect(found: frozenset[Meaning]) -> bool:
     """Return whether the worker failed only because another one failed, ended or is missing."""
     return bool(found & {Meaning.PEER_LOST, Meaning.RANKS_MISSING, Meaning.PEER_FAILED})
-
-
-def is_full_disk(message: str) -> bool:
-    """Return whether a failure's message says that a disk is full."""
-    return _FULL_DISK in message
 
 
 def in_collective(lines: Sequence[str]) -> bool:

@@ -49,7 +49,7 @@ _Note = tuple[float, int, str, int]  # a line of a timeline: seconds, node, name
 NOTE = re.compile(r"(\d{1,12}\.\d{3}) (\S{1,80}) (\d{1,18})", re.ASCII)  # a line of a timeline
 _NODE = re.compile(r"node(\d{1,9})", re.ASCII)
 FILE_NAME = re.compile(
-    r"(?:rank(?P<rank>\d{1,9})|torchrun)(?:\.attempt(?P<attempt>\d{1,9}))?"
+    r"rank(?P<rank>\d{1,9})(?:\.attempt(?P<attempt>\d{1,9}))?"
     r"(?:\.restart(?P<restart>\d{1,9}))?\.(?P<stream>out|err)",
     re.ASCII,
 )
@@ -66,27 +66,16 @@ def nodes(job_dir: Path) -> list[int]:
     return sorted(int(match[1]) for match in matches if match)
 
 
-def rank_files(
-    directory: Path, rank: int | None, restart: int, attempt: int = 0
-) -> tuple[Path, Path]:
-    """Return the stdout and stderr files of one worker.
-
-    Without a rank, they are those of the node's torchrun, which merges its workers' output.
-    """
-    stem = "torchrun" if rank is None else f"rank{rank}"
-    stem += round_suffix(attempt, restart)
+def rank_files(directory: Path, rank: int, restart: int, attempt: int = 0) -> tuple[Path, Path]:
+    """Return the stdout and stderr files of one worker."""
+    stem = f"rank{rank}{round_suffix(attempt, restart)}"
     return directory / f"{stem}.out", directory / f"{stem}.err"
 
 
-def round_files(
-    directory: Path, world: World, attempt: int, *, torchrun: bool
-) -> list[tuple[Path, Path]]:
-    """Return the files of one round's workers by local rank, or those of the node's torchrun."""
+def round_files(directory: Path, world: World, attempt: int) -> list[tuple[Path, Path]]:
+    """Return the files of one round's workers by local rank."""
     ranks = range(world.first_rank, world.first_rank + world.nproc)
-    return [
-        rank_files(directory, rank, restart=world.restart, attempt=attempt)
-        for rank in ((None,) if torchrun else ranks)
-    ]
+    return [rank_files(directory, rank, world.restart, attempt) for rank in ranks]
 
 
 def round_suffix(attempt: int, restart: int) -> str:
@@ -104,7 +93,7 @@ def by_start(name: str) -> tuple[int, int, int, str]:
     match = FILE_NAME.fullmatch(name)
     if match is None:
         return 0, 0, -1, name
-    return int(match["attempt"] or 0), int(match["restart"] or 0), int(match["rank"] or -1), name
+    return int(match["attempt"] or 0), int(match["restart"] or 0), int(match["rank"]), name
 
 
 def last_lines(path: Path, count: int = 20, limit: int = 8192) -> tuple[str, ...]:
@@ -210,7 +199,7 @@ class LogLine:
 
     Attributes:
         node_rank: the node that wrote it.
-        rank: the worker's rank; None for a torchrun, which merges its workers' lines.
+        rank: the worker's rank.
         stream: ``out`` or ``err``.
         text: the line without its newline; bytes that are not UTF-8 are replaced by U+FFFD.
         seconds: time since the epoch at which the timeline recorded it; 0 without a record.
@@ -219,19 +208,14 @@ class LogLine:
     """
 
     node_rank: int
-    rank: int | None
+    rank: int
     stream: str
     text: str
     seconds: float = field(default=0.0, compare=False)
     ended: bool = field(default=True, compare=False)
 
-    @property
-    def label(self) -> str:
-        """The rank that wrote it, or the node whose torchrun did: ``3``, ``node0``."""
-        return f"node{self.node_rank}" if self.rank is None else str(self.rank)
 
-
-# A line to show, after the labels of all its writers: ``0-3,5``.
+# A line to show, after the ranks of all its writers: ``0-3,5``.
 Labelled = tuple[str, LogLine]
 
 
@@ -249,7 +233,7 @@ class LogFile:
     """
 
     node_rank: int
-    rank: int | None
+    rank: int
     stream: str
     path: Path
     raw: bool = False
@@ -434,13 +418,13 @@ class LogReader:
             for file in newest.values()
             if file.rest.strip()
         ]
-        return sorted(lines, key=lambda line: (line.node_rank, line.rank or 0))
+        return sorted(lines, key=lambda line: (line.node_rank, line.rank))
 
     def _notes(self, node_rank: int) -> Iterator[_Note]:
         """Yield the new records of a node's timeline."""
         path = node_directory(self._job_dir, node_rank) / TIMELINE
         timeline = self._timelines.setdefault(
-            node_rank, LogFile(node_rank, None, stream="out", path=path)
+            node_rank, LogFile(node_rank, -1, stream="out", path=path)
         )
         for line in itertools.chain.from_iterable(timeline.lines_up_to(None)):
             # A full disk may cut a line short.
@@ -462,7 +446,7 @@ class LogReader:
         match = FILE_NAME.fullmatch(name)
         if match is None:
             return None
-        rank = int(match["rank"]) if match["rank"] else None
+        rank = int(match["rank"])
         attempt = int(match["attempt"] or 0)
         if (
             (self._ranks is not None and rank not in self._ranks)
@@ -505,14 +489,14 @@ def fold(batches: Iterable[list[LogLine]]) -> Iterator[list[Labelled]]:
 def _fold_part(lines: list[LogLine]) -> list[Labelled]:
     # In a large output most lines occur once, so such a line must cost little time.
     counts = Counter(line.text for line in lines)
-    waiting: dict[str, dict[str, deque[LogLine]]] = {"out": {}, "err": {}}  # by stream and label
+    waiting: dict[str, dict[int, deque[LogLine]]] = {"out": {}, "err": {}}  # by stream and rank
     for line in lines:
-        waiting[line.stream].setdefault(line.label, deque()).append(line)
+        waiting[line.stream].setdefault(line.rank, deque()).append(line)
     found: list[Labelled] = []
 
     def show(line: LogLine) -> None:
         """Take a line, which is its writer's next one, from all whose next line is equal."""
-        same = [line.label]
+        same = [line.rank]
         queues = waiting[line.stream]
         if counts[line.text] > 1:
             same = [each for each, own in queues.items() if own and own[0].text == line.text]
@@ -521,7 +505,7 @@ def _fold_part(lines: list[LogLine]) -> list[Labelled]:
         found.append((_joined(tuple(same)), line))
 
     for line in lines:
-        own = waiting[line.stream][line.label]
+        own = waiting[line.stream][line.rank]
         if not own or own[0] is not line:
             continue  # it was shown with another rank's line
         if counts[line.text] > 1:
@@ -543,14 +527,12 @@ def as_text(
 
     Args:
         lines: the lines.
-        shown: returns the text of a line and its label, with its newline.
+        shown: returns the text of a line and its ranks, with its newline.
     """
     for stream, together in itertools.groupby(lines, key=lambda pair: pair[1].stream):
         yield stream, "".join(itertools.starmap(shown, together))
 
 
 @functools.lru_cache(maxsize=256)
-def _joined(labels: tuple[str, ...]) -> str:
-    nodes = sorted(int(label[4:]) for label in labels if label.startswith("node"))
-    numbers = sorted(int(label) for label in labels if label.isdigit())
-    return ",".join([f"node{node}" for node in nodes] + ranges(numbers))
+def _joined(ranks: tuple[int, ...]) -> str:
+    return ",".join(ranges(sorted(ranks)))

@@ -341,7 +341,8 @@ class Membership:
         try:
             peer = self.join(hello, channel.send)
         except protocol.RefusedError as error:
-            await protocol.refuse(channel, error.message)
+            channel.send(messages.Refused(error.message))
+            await channel.close()
             raise
         peer.reached_at = writer.get_extra_info("sockname")[0]
         return peer, channel

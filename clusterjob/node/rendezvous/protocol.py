@@ -231,12 +231,6 @@ async def refuse_address(
     await asyncio.wait_for(writer.wait_closed(), HANDSHAKE_SECONDS)
 
 
-async def refuse(channel: Channel, why: str) -> None:
-    """Send an agent the reason why it may not join, and close the connection."""
-    channel.send(messages.Refused(why))
-    await channel.close()
-
-
 async def answer_of(exchange: Coroutine[Any, Any, _T], seconds: float) -> _T:
     """Return the result of an exchange with a peer; limit the time in which this process runs.
 

@@ -15,24 +15,13 @@ from pathlib import Path
 
 from clusterjob.node.logs import ends, events
 from clusterjob.node.logs.job_dir import COORDINATOR
-from clusterjob.node.rendezvous.identity import NodeJob
 from clusterjob.node.rendezvous.membership import Peer
 from clusterjob.node.rendezvous.messages import MAX_SUCCESSORS, CoordinatorState, Members
 from clusterjob.node.system import files, processes
-from clusterjob.node.system.codec import MalformedMessageError, plain, read
-
-
-def write_state(job_dir: Path, state: CoordinatorState) -> None:
-    """Write the state.
-
-    Raises:
-        OSError: the disk is full, for example; the state of an earlier round is left.
-    """
-    files.write_json(job_dir / COORDINATOR, plain(state))
-
+from clusterjob.node.system.codec import MalformedMessageError, read
 
 # Platforms on which every node of the job can be reached under the address that it has.
-_FREE_ADDRESSES = ("clusterjob", "slurm")
+FREE_ADDRESSES = ("clusterjob", "slurm")
 
 
 @dataclass(frozen=True)
@@ -71,12 +60,6 @@ def may_go_on(groups: Iterable[Members], present: Set[int]) -> bool:
         return twice > most or (twice == most and group.coordinator in present)
 
     return all(map(holds, groups))
-
-
-def may_move(node: NodeJob) -> bool:
-    """Return whether another node can coordinate: with restarts, and without a fixed address."""
-    topology, restarts = node.topology, node.options.restarts
-    return restarts and topology.nnodes > 1 and topology.source in _FREE_ADDRESSES
 
 
 def successors(peers: Mapping[int, Peer], own: int) -> tuple[tuple[int, str], ...]:

@@ -112,8 +112,8 @@ def collect(
     for each in found.ranks[:_MAX_RANKS]:
         fields = processes.stat_fields(each.pid)
         # The forkserver's table has workers that have ended: their pids may be used again.
-        own = fields is not None and found.parent in (None, int(fields[1]))
-        if each.rank is not None and own and rank in (None, each.rank):
+        own = fields is not None and found.forkserver in (None, int(fields[1]))
+        if own and rank in (None, each.rank):
             pids[each.rank] = _offering(each.pid)
             asked[each.rank] = ask(pids[each.rank])
     answers: dict[int, tuple[ThreadStack, ...]] = {}

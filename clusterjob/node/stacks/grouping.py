@@ -143,11 +143,6 @@ def is_of_program(frame: Frame) -> bool:
     return frame.line is not None and _LIBRARY.search(frame.file) is None
 
 
-def program_frame(frames: Iterable[Frame]) -> Frame | None:
-    """Return the innermost frame in a file of the program itself, or None."""
-    return next(filter(is_of_program, frames), None)
-
-
 # Functions that wait, by the end of their file. "*": each function with a public name.
 _WAITS = {
     "torch/distributed/distributed_c10d.py": {"*"},
@@ -285,19 +280,15 @@ def headline(groups: Sequence[Group]) -> str:
     ordered = sorted(groups, key=lambda each: (-len(each.ranks), each.ranks))
     clauses = []
     for each in ordered[:_MAX_CLAUSES]:
-        several = len(each.ranks) > 1
-        alike = several and len(ordered) == 1
-        named = f"all {len(each.ranks)} ranks" if alike else members_text(each.ranks)
-        clauses.append(f"{named} {position_text(each.frames, each.state, several=several)}")
+        count = len(each.ranks)
+        named = ranks_text(each.ranks) if count <= _MAX_NAMED else f"{count} ranks"
+        if count > 1 and len(ordered) == 1:
+            named = f"all {count} ranks"
+        clauses.append(f"{named} {position_text(each.frames, each.state, several=count > 1)}")
     others = sum(len(each.ranks) for each in ordered[_MAX_CLAUSES:])
     if others:
         clauses.append(f"{others} more {'ranks are' if others > 1 else 'rank is'} elsewhere")
     return "; ".join(clauses) or "no ranks"
-
-
-def members_text(ranks: Sequence[int]) -> str:
-    """Return the ranks of a group as ``rank 3``, ``ranks 1-2`` or ``7 ranks``."""
-    return ranks_text(ranks) if len(ranks) <= _MAX_NAMED else f"{len(ranks)} ranks"
 
 
 def position_text(frames: Sequence[Frame], state: str, *, several: bool = False) -> str:
@@ -314,7 +305,7 @@ def position_text(frames: Sequence[Frame], state: str, *, several: bool = False)
     if not frames:
         return f"{'do' if several else 'does'} not answer: the process {state}"
     shown = without_imports(frames)
-    frame = program_frame(shown) or shown[0]
+    frame = next(filter(is_of_program, shown), shown[0])
     wait = find_wait(frames)
     verb, function = f"{be} in", frame.function
     if state.startswith(STOPPED):  # py-spy has read the stack

@@ -147,7 +147,7 @@ class Progress:
         self._workers = {pid: self._workers.get(pid) or _Worker() for pid in found}
         moved = {pid for pid, stack in found.items() if self._has_moved(self._workers[pid], stack)}
         self._last, self._last_at = read_activity(self._hidden()), time.monotonic()
-        # Without a rank, such as before torchrun has started its workers, nothing stands still.
+        # Without a rank nothing stands still.
         return bool(moved | new | (worked & found.keys())) or not found
 
     def _hidden(self) -> dict[int, bool]:
@@ -160,7 +160,8 @@ class Progress:
         if not frames:
             return False  # a machine under load answers late
         main = _functions(stack.threads[0])
-        moved = _differ(worker.main, main)
+        common = min(len(worker.main), len(main))
+        moved = worker.main[:common] != main[:common]  # neither place is inside the other
         if moved or len(main) > len(worker.main):
             worker.main = main  # the deeper one of two places of which one is inside the other
         earlier, worker.places = worker.places, {}
@@ -191,9 +192,3 @@ def _has_worked(old: Activity, new: Activity, seconds: float) -> bool:
 
 def _functions(thread: ThreadStack) -> Functions:
     return tuple((frame.file, frame.function) for frame in reversed(thread.frames))
-
-
-def _differ(old: Functions, new: Functions) -> bool:
-    """Return whether neither place is inside the other."""
-    common = min(len(old), len(new))
-    return old[:common] != new[:common]

@@ -252,21 +252,13 @@ def _ask(query: str, *fields: str) -> list[list[str]]:
 def _visible(gpus: Sequence[Gpu], listed: str | None) -> list[Gpu]:
     """Return the GPUs that CUDA_VISIBLE_DEVICES allows; all if it is not set.
 
-    As in CUDA, the list ends at the first GPU that this host does not have, and at a MIG device.
+    A MIG device, and a GPU that this host does not have, is left out.
     """
-    if listed is None:
-        return list(gpus)
-    found: list[Gpu] = []
-    for entry in cuda_devices(listed):
-        matching = [
-            gpu
-            for gpu in gpus
-            if entry == str(gpu.index) or (entry.startswith("GPU-") and gpu.uuid.startswith(entry))
-        ]
-        if not matching or matching[0] in found:
-            break
-        found.append(matching[0])
-    return found
+    found = [
+        next((gpu for gpu in gpus if entry in (str(gpu.index), gpu.uuid[: len(entry)])), None)
+        for entry in listed_gpus(listed, len(gpus))
+    ]
+    return list(dict.fromkeys(filter(None, found)))
 
 
 def _take(locks: Locks, gpu: Gpu, job_id: str) -> str:

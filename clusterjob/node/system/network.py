@@ -203,11 +203,6 @@ def peer_of(link: socket.socket) -> int:
     return int(struct.unpack("3i", data)[0])  # before uid and gid
 
 
-def has_interface(name: str) -> bool:
-    """Return whether this machine has an interface of this name."""
-    return name in {known for _, known in socket.if_nameindex()}
-
-
 def interface_among(host: str, nnodes: int) -> str | None:
     """Return the interface through which this machine reaches the job's other nodes, or None.
 

@@ -191,7 +191,7 @@ class Forkserver:
 
     def _preload_torch(self) -> str | None:
         options = self._options
-        if options.launcher == "torchrun" or options.start == "exec":
+        if options.start == "exec":
             return None
         if not options.program.is_python:
             return "a command, not a Python program" if options.start == "fork" else None
@@ -285,14 +285,15 @@ class Forkserver:
         if self._fork:
             hook.import_submitted_code()
             program.read_ahead(options.program)
-        by_torchrun = options.launcher == "torchrun"
         argv = None if self._fork else options.program.argv(sys.executable)
-        if by_torchrun:
-            argv = torchrun_command(options.program, world, job_id=self._job_id)
-        logs = log_files.round_files(directory, world, attempt=self._attempt, torchrun=by_torchrun)
+        logs = log_files.round_files(directory, world, attempt=self._attempt)
+        job_id, most = self._job_id, options.max_restarts
         workers = [
-            variables | ({} if by_torchrun else self._rank_variables(world, local_rank))
-            for local_rank in range(len(logs))
+            variables
+            | contract.worker_variables(world, rank, job_id=job_id, max_restarts=most)
+            | worker_variables.paddle_variables(world, rank)
+            | slurm_env.worker_variables(world, rank, os.environ)
+            for rank in range(len(logs))
         ]
         for local_rank, own in enumerate(workers):
             pid = self._fork_worker(own, argv, logs=logs[local_rank], reads=local_rank == 0)
@@ -301,14 +302,6 @@ class Forkserver:
             self._running[pid] = local_rank
         self._write_table(workers)
         return None
-
-    def _rank_variables(self, world: World, local_rank: int) -> dict[str, str]:
-        most = self._options.max_restarts
-        return (
-            contract.worker_variables(world, local_rank, job_id=self._job_id, max_restarts=most)
-            | worker_variables.paddle_variables(world, local_rank)
-            | slurm_env.worker_variables(world, local_rank, os.environ)
-        )
 
     def _fork_worker(
         self,
@@ -360,8 +353,8 @@ class Forkserver:
         If that fails, report the error and exit with code 127, as a shell does.
         """
         # The pid identifies the owner of the descriptor: a child of the worker inherits the
-        # variable, but not the pipe. Without a local rank, torchrun starts the workers.
-        report_fd, local_rank = self._report_fd, variables.get("LOCAL_RANK", "")
+        # variable, but not the pipe.
+        report_fd, local_rank = self._report_fd, variables["LOCAL_RANK"]
         os.environ[contract.REPORT_FD] = f"{report_fd}:{local_rank}:{os.getpid()}"
         try:
             self._begin_child(forkserver)
@@ -456,14 +449,14 @@ class Forkserver:
 
         A forked worker's /proc/PID/environ is that of the forkserver's exec. So the forkserver
         keeps the environments in an anonymous file. Only the user's own processes can open it,
-        through /proc/PID/fd, and nothing is on a disk. Without RANK, torchrun starts the workers.
+        through /proc/PID/fd, and nothing is on a disk.
         """
         table = {
             "node_rank": self._node_rank,
             "attempt": self._attempt,
             "environ": dict(os.environ),
             "workers": [
-                {"rank": int(own["RANK"]) if "RANK" in own else None, "pid": pid, "variables": own}
+                {"rank": int(own["RANK"]), "pid": pid, "variables": own}
                 for pid, own in zip(self._running, workers, strict=True)
             ],
         }
@@ -498,9 +491,7 @@ class Forkserver:
             if isinstance(message, messages.WorkerTerminating):
                 moment = time.monotonic() if message.ended else math.inf
                 self._terminating[message.local_rank] = moment
-            elif (
-                message.local_rank in self._running.values() or self._options.launcher == "torchrun"
-            ):
+            elif message.local_rank in self._running.values():
                 self._send(message)
 
     def _check_lease(self) -> None:
@@ -619,20 +610,3 @@ class Forkserver:
             f"the agent of node {self._node_rank} on {this_node.node_name()}"
             f" (pid {self._agent_pid}) was killed",
         )
-
-
-def torchrun_command(program: Program, world: World, job_id: str) -> list[str]:
-    """Return the command that starts one node's torchrun.
-
-    torchrun does not restart workers: without a rendezvous server, the torchruns of several nodes
-    cannot agree on a restart.
-    """
-    # Not "-": its workers would share one position in the script.
-    target = "/dev/stdin" if program.on_stdin else program.target
-    flags = {"script": [], "module": ["-m"], "command": ["--no-python"]}[program.kind]
-    return [
-        sys.executable, "-m", "torch.distributed.run", "--nnodes", str(world.nnodes), "--node-rank",
-        str(world.node_rank), "--nproc-per-node", str(world.nproc), "--master-addr",
-        world.master_addr, "--master-port", str(world.master_port), "--rdzv-id", job_id,
-        "--max-restarts", "0", *flags, target, *program.args,
-    ]  # fmt: skip

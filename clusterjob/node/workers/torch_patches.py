@@ -73,19 +73,12 @@ def send(type_: str, **fields: Any) -> None:
     """
     name, _, rest = os.environ.get("CLUSTERJOB_REPORT_FD", "").partition(":")
     local_rank, _, owner = rest.rpartition(":")
-    # A child of a worker is no rank, unless that worker is the agent's torchrun: other launchers
-    # leave this variable unset. The failure of a rank is told by torchrun itself.
-    by_torchrun = (
-        owner == str(os.getppid())
-        and "TORCHELASTIC_ERROR_FILE" in os.environ
-        and type_ not in ("WorkerFailing", "Missing")
-    )
-    if owner != str(os.getpid()) and not by_torchrun:
+    if owner != str(os.getpid()):  # a child of a worker is no rank
         return
     with contextlib.suppress(OSError, ValueError):
-        # A program may change LOCAL_RANK. torchrun itself has none.
-        own = int(local_rank or os.environ.get("LOCAL_RANK", "0"))
-        line = json.dumps({"type": type_, "local_rank": own, **fields}, ensure_ascii=False)
+        # Not by LOCAL_RANK, which a program may change.
+        own = {"type": type_, "local_rank": int(local_rank), **fields}
+        line = json.dumps(own, ensure_ascii=False)
         flags = os.O_WRONLY | os.O_NONBLOCK | os.O_CLOEXEC
         with os.fdopen(os.open(f"/proc/{owner}/fd/{int(name)}", flags), "wb", 0) as pipe:
             if stat.S_ISFIFO(os.fstat(pipe.fileno()).st_mode):

@@ -6,7 +6,6 @@ A failure contains the last lines of stderr, and whether it is only an effect of
 from __future__ import annotations
 
 import itertools
-import re
 import time
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -19,7 +18,7 @@ from clusterjob.node.stacks import grouping
 from clusterjob.node.stacks.grouping import RankStack
 from clusterjob.node.states import Probe
 from clusterjob.node.system import processes
-from clusterjob.node.verdict import RANK_MARK, STACK_TITLE, Failure, FailureKind
+from clusterjob.node.verdict import STACK_TITLE, Failure, FailureKind
 
 _NO_NCCL_HINT = (
     '; this worker sees no GPU: use init_process_group("gloo"), or backend=None, which works with'
@@ -30,27 +29,6 @@ _MAX_LINES, _SHOWN_LINES, _MAX_BYTES = 400, 20, 1 << 17
 # Limits of a line of a worker's stack, and of the text about it, that are sent.
 _MAX_LINE, _MAX_TEXT = 300, 1000
 _MAX_EXITS = 8  # maximum ranks with exit code 0 that one message names
-
-
-# torchrun prints this block last; a negative exit code in it means a signal.
-_ROOT_CAUSE = re.compile(
-    r"Root Cause \(first observed failure\):.*?"
-    r"rank\s*:\s*(?P<rank>\d{1,7}) \(local_rank: (?P<local_rank>\d{1,7})\)"
-    r".*?exitcode\s*:\s*(?P<code>-?\d{1,3})",
-    re.DOTALL,
-)
-_TORCHRUN_OUTPUT = re.compile(r"torch/distributed/elastic/|failed \(exitcode|^=+$|^-+$")
-
-
-def _lines_of_rank(rank: str, lines: tuple[str, ...]) -> tuple[str, ...]:
-    """Return the lines of a rank before torchrun's own output.
-
-    torch marks the traceback of each rank. Without marked lines of this rank, return all unmarked
-    lines, which may be of any rank.
-    """
-    before = tuple(itertools.takewhile(lambda line: not _TORCHRUN_OUTPUT.search(line), lines))
-    own = tuple(line for line in before if line.startswith(f"[rank{rank}]:"))
-    return own or tuple(line for line in before if not RANK_MARK.match(line))
 
 
 def how(code: int, signal_name: str | None) -> str:
@@ -66,7 +44,6 @@ class Failures:
         node_rank, host: the node.
         directory: the directory of its logs.
         attempt: the number of the job's attempt, from 0.
-        under_torchrun: whether torchrun starts the workers; its last output then describes them.
         oom_kills: the kernel's count of out-of-memory kills when the agent started.
     """
 
@@ -74,7 +51,6 @@ class Failures:
     host: str
     directory: Path
     attempt: int
-    under_torchrun: bool
     oom_kills: int = field(default_factory=processes.oom_kills)
 
     def of_node(self, why: str) -> Failure:
@@ -82,9 +58,10 @@ class Failures:
         return Failure.of_node(self.node_rank, self.host, message=why, kind=FailureKind.LAUNCH)
 
     def stderr_of(self, world: World, local_rank: int) -> Path:
-        """Return the stderr file of a worker; the workers of torchrun share one."""
-        rank = None if self.under_torchrun else world.first_rank + local_rank
-        return log_files.rank_files(self.directory, rank, world.restart, self.attempt)[1]
+        """Return the stderr file of a worker."""
+        return log_files.rank_files(
+            self.directory, world.first_rank + local_rank, world.restart, self.attempt
+        )[1]
 
     def of_worker(
         self,
@@ -107,22 +84,10 @@ class Failures:
             kind: the kind that the worker has reported; None if it has reported none.
             where: the file and line that it has reported; empty if it has reported none.
         """
-        rank: int | None = world.first_rank + local_rank
-        local: int | None = local_rank
         stderr = self.stderr_of(world, local_rank)
         lines = log_files.last_lines(stderr, _MAX_LINES, limit=_MAX_BYTES)
-        if self.under_torchrun:
-            rank = local = None
-            cause = _ROOT_CAUSE.search("\n".join(lines))
-            if cause is None:  # torchrun itself
-                message, lines = f"torchrun {message}", lines[-_SHOWN_LINES:]
-            else:
-                rank, local, end = int(cause["rank"]), int(cause["local_rank"]), int(cause["code"])
-                code, signal_name = processes.exit_code_of(-end if end < 0 else end << 8)
-                message, lines = how(code, signal_name), _lines_of_rank(cause["rank"], lines)
         own = failure_texts.without_library_warnings(lines)
-        # Not an exception that it has handled, nor one of torchrun itself.
-        raised = rank is not None and signal_name in (None, "SIGABRT")
+        raised = signal_name in (None, "SIGABRT")  # not an exception that it has handled
         last = failure_texts.ending_at_error(own, _SHOWN_LINES) if raised else own[-_SHOWN_LINES:]
         meanings = failure_texts.meanings_of_end(message, last, kind)
         # A worker that fails because another worker ended raises an exception or aborts. SIGKILL
@@ -138,8 +103,8 @@ class Failures:
             message += " (out of memory: the kernel killed it)"
             kind = FailureKind.OOM_HOST
         return Failure(
-            rank,
-            local,
+            world.first_rank + local_rank,
+            local_rank,
             node_rank=self.node_rank,
             host=self.host,
             exit_code=code,
