@@ -147,10 +147,11 @@ def run(
 
 
 def _pass_on(errors: Any, warn: Callable[[str], None]) -> None:
-    """Show the lines of ssh, srun and the node, as far as they are text."""
+    """Show the lines of ssh, srun and the node."""
     with errors:
         for line in iter(functools.partial(errors.readline, _LONGEST_LINE), b""):
-            warn(line.decode(errors="replace").strip().removeprefix("clusterjob: "))
+            if text := line.decode(errors="replace").strip():
+                warn(text.removeprefix("clusterjob: "))
 
 
 def _answer(process: subprocess.Popen[bytes]) -> bytes:
