@@ -190,7 +190,7 @@ class Coordinator:
             raise MinorityError("the other nodes may still run without this one")
 
     def _view(self) -> View:
-        ledger, waits = self._ledger, self._ledger.stage is Stage.WAIT
+        ledger, options, waits = self._ledger, self._job.options, self._ledger.stage is Stage.WAIT
         found = ends.refusals(self._job_dir, self._identity.attempt) if waits else []
         refused = next(iter(found), None)
         if waits and ledger.round < 0:  # later, who may not join is nobody that the job waits for
@@ -205,7 +205,8 @@ class Coordinator:
             time=now(),
             refused=refused,
             ended=ended,
-            stalled=self.membership.stalls.recent(self._job.options.lease),
+            # Until the silence of nodes that have left meanwhile is noticed.
+            stalled=self.membership.stalls.recent(options.lease + 2 * options.heartbeat),
             stacks=[self._stacks[rank] for rank in sorted(self._stacks)],
             slow={int(node): why for node, why in self.measured.get("slow", {}).items()},
         )

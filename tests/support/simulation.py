@@ -850,7 +850,7 @@ class Coordinator:
     def on_thaw(self) -> None:
         stalled = self.sim.now - self.ticked
         if stalled > 2 * HEARTBEAT:
-            self.stalled_until = self.sim.now + LEASE
+            self.stalled_until = self.sim.now + LEASE + 2 * HEARTBEAT
             for number, node in self.nodes.items():
                 self.nodes[number] = replace(node, heard_at=self.sim.now)
         self.plan(0.0)
