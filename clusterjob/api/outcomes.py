@@ -77,7 +77,7 @@ def complete(found: Mapping[int, CallOutcome | None], name: str) -> list[Any]:
     return [outcome.value for outcome in found.values() if outcome is not None]
 
 
-# -- reading: `clusterjob.worker.call` writes the files
+# -- the files, which `clusterjob.worker.call` writes ----------------------------------------------
 
 
 def _decoded(data: dict[str, Any]) -> Any:

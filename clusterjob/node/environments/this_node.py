@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import os
 import socket
+import struct
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -23,7 +24,7 @@ from clusterjob.node.environments.topology import (
     Worker,
     whole_number,
 )
-from clusterjob.node.system import files, network, processes
+from clusterjob.node.system import files, processes
 
 _MAX_TEXT = 1 << 20  # characters of a host file
 _TIMEOUT = 4.0  # seconds for `flux hostlist local`
@@ -168,7 +169,10 @@ def _peer(descriptor: str) -> str:
     """
     refused = contextlib.suppress(OSError, ValueError, OverflowError)
     with refused, socket.socket(fileno=os.dup(int(descriptor))) as link:
-        pid = network.peer_of(link)
+        # With its uid and gid; see unix(7).
+        pid, _, _ = struct.unpack(
+            "3i", link.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
+        )
         return str(pid) if pid > 0 else ""
     return ""
 

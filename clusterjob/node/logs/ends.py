@@ -135,12 +135,6 @@ def avoid(job_dir: Path, host: str) -> None:
             (directory(job_dir) / f"avoid.{host}").touch(0o600)
 
 
-def note_started(job_dir: Path, attempt: int) -> None:
-    """Tell the job's script that this attempt has begun."""
-    with contextlib.suppress(OSError):
-        (directory(job_dir) / f"started.{attempt}").touch(0o600)
-
-
 def warning_file(job_dir: Path, attempt: int) -> Path:
     """Return the file that marks a preemption warning for this attempt of the job.
 

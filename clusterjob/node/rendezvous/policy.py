@@ -203,7 +203,8 @@ def begin_attempt(options: LaunchOptions, job_dir: Path, attempt: int) -> thread
             return
         found = newest(Path(options.checkpoint_dir)) if options.checkpoint_dir else None
         _write_progress(job_dir, known | {"attempt": attempt, "newest": found or 0})
-        ends.note_started(job_dir, attempt)
+        with contextlib.suppress(OSError):  # for the job's script
+            (ends.directory(job_dir) / f"started.{attempt}").touch(0o600)
 
     return _in_thread(begin)
 

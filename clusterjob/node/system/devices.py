@@ -252,13 +252,19 @@ def _ask(query: str, *fields: str) -> list[list[str]]:
 def _visible(gpus: Sequence[Gpu], listed: str | None) -> list[Gpu]:
     """Return the GPUs that CUDA_VISIBLE_DEVICES allows; all if it is not set.
 
-    A MIG device, and a GPU that this host does not have, is left out.
+    As in CUDA, the list ends at the first GPU that this host does not have, and at a MIG device.
     """
-    found = [
-        next((gpu for gpu in gpus if entry in (str(gpu.index), gpu.uuid[: len(entry)])), None)
-        for entry in listed_gpus(listed, len(gpus))
-    ]
-    return list(dict.fromkeys(filter(None, found)))
+    if listed is None:
+        return list(gpus)
+    found: list[Gpu] = []
+    for entry in cuda_devices(listed):
+        gpu = next(
+            (each for each in gpus if entry in (str(each.index), each.uuid[: len(entry)])), None
+        )
+        if gpu is None or gpu in found:
+            break
+        found.append(gpu)
+    return found
 
 
 def _take(locks: Locks, gpu: Gpu, job_id: str) -> str:

@@ -192,17 +192,6 @@ def with_port(host: str, port: int) -> str:
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
-def peer_of(link: socket.socket) -> int:
-    """Return the pid of the process at the other end of a Unix socket (unix(7)).
-
-    Raises:
-        OSError: it is not a Unix socket.
-    """
-    size = struct.calcsize("3i")
-    data = link.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, size)
-    return int(struct.unpack("3i", data)[0])  # before uid and gid
-
-
 def interface_among(host: str, nnodes: int) -> str | None:
     """Return the interface through which this machine reaches the job's other nodes, or None.
 

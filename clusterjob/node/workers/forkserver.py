@@ -287,10 +287,11 @@ class Forkserver:
             program.read_ahead(options.program)
         argv = None if self._fork else options.program.argv(sys.executable)
         logs = log_files.round_files(directory, world, attempt=self._attempt)
-        job_id, most = self._job_id, options.max_restarts
         workers = [
             variables
-            | contract.worker_variables(world, rank, job_id=job_id, max_restarts=most)
+            | contract.worker_variables(
+                world, rank, job_id=self._job_id, max_restarts=options.max_restarts
+            )
             | worker_variables.paddle_variables(world, rank)
             | slurm_env.worker_variables(world, rank, os.environ)
             for rank in range(len(logs))
@@ -469,9 +470,8 @@ class Forkserver:
         if any(pid in self._running for pid, _ in ended):
             output_drain.flush(self._drain)  # the agent reads the output of an ended worker
         for pid, status in ended:
-            if (
-                pid == self._drain_pid
-            ):  # the workers cannot write any more, and end with this process
+            if pid == self._drain_pid:
+                # The workers cannot write any more, and end with this process.
                 os.write(2, b"clusterjob: the process that writes the output was killed\n")
                 os._exit(1)
             if pid == self._store:
