@@ -396,7 +396,7 @@ def orders(job: Job, ledger: Ledger, nodes: Mapping[int, Node]) -> Iterator[tupl
                 found=found if _missing(node, ledger) is not None else (),
                 sample=ledger.sample,
                 collect=collects,
-                dumps=collects and _is_hang(ledger.ending),
+                dumps=collects and (ledger.ending.failure is None or _is_hang(ledger.ending)),
             )
         yield node_rank, order
 

@@ -185,7 +185,8 @@ class Order:
         found: what the ranks do for which a worker of the node waits, for that worker's log.
         sample: the number of the sample of the stacks to take; 0 for none.
         collect: whether to send the stacks of all workers.
-        dumps: whether to add the dumps of torch's flight recorder.
+        dumps: whether to wait for the dumps of torch's flight recorder; the restart after a failure
+            does not.
         measure: how to measure the node; None if it need not be.
     """
 

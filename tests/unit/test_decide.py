@@ -526,6 +526,7 @@ def test_time_limit_counts_from_the_first_start() -> None:
     cluster.wait(1.5)
     assert cluster.end.exit_code == 124
     assert cluster.end.reason == "the time limit of 10 s was reached"
+    assert all(order.collect and order.dumps for order in cluster.orders().values())
     cluster.stop()
     assert [(each.kind, each.rank) for each in cluster.ledger.rounds] == [("time_limit", None)]
 
