@@ -290,11 +290,11 @@ class Forkserver:
         workers = [
             variables
             | contract.worker_variables(
-                world, rank, job_id=self._job_id, max_restarts=options.max_restarts
+                world, local_rank, job_id=self._job_id, max_restarts=options.max_restarts
             )
-            | worker_variables.paddle_variables(world, rank)
-            | slurm_env.worker_variables(world, rank, os.environ)
-            for rank in range(len(logs))
+            | worker_variables.paddle_variables(world, local_rank)
+            | slurm_env.worker_variables(world, local_rank, os.environ)
+            for local_rank in range(world.nproc)
         ]
         for local_rank, own in enumerate(workers):
             pid = self._fork_worker(own, argv, logs=logs[local_rank], reads=local_rank == 0)
