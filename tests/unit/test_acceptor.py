@@ -99,6 +99,31 @@ def test_silent_port_delays_no_search_for_the_coordinator(tmp_path: Path) -> Non
         asyncio.run(find(silent, listener))
 
 
+def test_agent_that_reaches_the_coordinator_twice_joins_once(tmp_path: Path) -> None:
+    """Such as by two names of its host, or at a port that is a candidate twice."""
+
+    async def find(listener: socket.socket) -> list[object]:
+        ports = [listener.getsockname()[1]] * 2
+        node = replace(NODE_0, identity=replace(JOB, ports=ports), directory=tmp_path)
+        members = Membership(node, EventLog(tmp_path / "events.jsonl"))
+        hello = Hello(1, "gpu1", 1, 0, 2, 1)
+        search = Search(node, hello, StateReport(), time.monotonic() + TEST_TIMEOUT, first=True)
+        searching = asyncio.create_task(search.run(["127.0.0.1", "localhost"]))
+        await asyncio.sleep(0.2)  # all attempts are connected
+        await members.open(listener, "127.0.0.1")
+        channel = await searching
+        assert channel is not None
+        await asyncio.sleep(0.2)
+        found = [members.inbox.get_nowait()[1] for _ in range(members.inbox.qsize())]
+        await channel.close()
+        await members.close()
+        return found
+
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        found = asyncio.run(find(listener))
+    assert [type(each) for each in found] == [Hello]
+
+
 def test_error_of_search_names_the_ports_of_each_reason() -> None:
     node = replace(NODE_0, identity=replace(JOB, ports=[21, 22, 23]))
     hello = Hello(1, "gpu1", 1, 0, 2, 1)

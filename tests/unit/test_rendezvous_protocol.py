@@ -91,7 +91,7 @@ async def handshake(
             raise
 
     return await asyncio.gather(
-        closing(protocol.join(*agent, agent_token, "job-1", HELLO), agent[1]),
+        closing(protocol.join(*agent, agent_token, "job-1", HELLO, asyncio.Lock()), agent[1]),
         closing(as_coordinator(), coordinator[1]),
         return_exceptions=True,
     )
@@ -165,7 +165,7 @@ async def test_wrong_token_is_refused_by_both_ends(agent: Streams, coordinator: 
 async def test_agent_of_another_job_with_same_token_is_refused(
     agent: Streams, coordinator: Streams
 ) -> None:
-    other = asyncio.create_task(protocol.join(*agent, TOKEN, "job-2", HELLO))
+    other = asyncio.create_task(protocol.join(*agent, TOKEN, "job-2", HELLO, asyncio.Lock()))
     with pytest.raises(UnauthenticatedError, match="not an agent of this job"):
         await protocol.accept(*coordinator, TOKEN, "job-1")
     coordinator[1].close()
@@ -209,7 +209,7 @@ async def test_relayed_challenge_of_coordinator_is_refused_by_agent(
     )
     true_challenge = await attacker[0].readline()
     async with connection() as (agent, impostor):
-        joining = asyncio.create_task(protocol.join(*agent, TOKEN, "job-1", HELLO))
+        joining = asyncio.create_task(protocol.join(*agent, TOKEN, "job-1", HELLO, asyncio.Lock()))
         await impostor[0].readline()
         impostor[1].write(true_challenge)
         with pytest.raises(UnauthenticatedError):
@@ -388,7 +388,7 @@ async def send_to_agent(data: bytes) -> BaseException:
         peer[1].write(data)
         peer[1].write_eof()
         with pytest.raises((RendezvousError, OSError, asyncio.TimeoutError)) as caught:
-            await protocol.join(*agent, TOKEN, "job-1", HELLO)
+            await protocol.join(*agent, TOKEN, "job-1", HELLO, asyncio.Lock())
         return caught.value
 
 
@@ -434,7 +434,7 @@ def test_handshake_with_silent_peer_times_out_at_both_ends(monkeypatch: pytest.M
     async def scenario() -> None:
         async with connection() as (agent, coordinator):
             with pytest.raises(asyncio.TimeoutError):
-                await protocol.join(*agent, TOKEN, "job-1", HELLO)
+                await protocol.join(*agent, TOKEN, "job-1", HELLO, asyncio.Lock())
             with pytest.raises((asyncio.TimeoutError, UnauthenticatedError)):
                 await protocol.accept(*coordinator, TOKEN, "other job")
         async with connection() as (_, coordinator):
@@ -477,7 +477,7 @@ async def test_handshake_survives_stop_of_process(agent: Streams, coordinator: S
 async def test_agent_waits_for_busy_coordinator_that_has_its_hello(
     agent: Streams, coordinator: Streams
 ) -> None:
-    joining = asyncio.create_task(protocol.join(*agent, TOKEN, "job-1", HELLO))
+    joining = asyncio.create_task(protocol.join(*agent, TOKEN, "job-1", HELLO, asyncio.Lock()))
     channel, _ = await protocol.accept(*coordinator, TOKEN, "job-1")
     await asyncio.sleep(1.0)
     channel.send(Welcome())

@@ -114,6 +114,7 @@ class Search:
         deadline: the monotonic time at which it ends.
         first: whether this node has never joined; the coordinator may then refuse it.
         errors: why no coordinator was found at a port, by the port.
+        turn: lets one connection join; see `protocol.join`.
     """
 
     node: NodeJob
@@ -122,6 +123,7 @@ class Search:
     deadline: float
     first: bool
     errors: dict[int, str] = field(default_factory=dict)
+    turn: asyncio.Lock = field(default_factory=asyncio.Lock)
 
     async def run(self, addresses: Iterable[str], turn: float = math.inf) -> Channel | None:
         """Join at one of some addresses; return None at `turn`.
@@ -242,6 +244,7 @@ class Search:
                 token=self.node.identity.token,
                 job_id=self.node.identity.job_id,
                 hello=self.hello,
+                turn=self.turn,
             )
         except BaseException:
             writer.close()

@@ -159,6 +159,7 @@ async def join(
     token: bytes,
     job_id: str,
     hello: messages.Hello,
+    turn: asyncio.Lock,
 ) -> Channel:
     """Join the job through a new connection; return the channel to the coordinator.
 
@@ -168,6 +169,8 @@ async def join(
         token: the job's secret.
         job_id: the job's id.
         hello: the first message of this agent.
+        turn: held while the coordinator answers `hello`, and after it has admitted this agent: two
+            connections that reach it must not both join, since the second one would end the first.
 
     Raises:
         UnauthenticatedError: the peer is not this job's coordinator.
@@ -176,12 +179,17 @@ async def join(
     """
     proof = authenticate_to_coordinator(reader, writer, token=token, job_id=job_id)
     channel = await answer_of(proof, PROOF_SECONDS)
-    channel.send(hello)
-    answer = await answer_of(channel.receive(), WELCOME_SECONDS)
-    if isinstance(answer, messages.Refused):
-        raise RefusedError(answer.why)
-    if not isinstance(answer, messages.Welcome):
-        raise UnauthenticatedError("it closed the connection")
+    await turn.acquire()
+    try:
+        channel.send(hello)
+        answer = await answer_of(channel.receive(), WELCOME_SECONDS)
+        if isinstance(answer, messages.Refused):
+            raise RefusedError(answer.why)
+        if not isinstance(answer, messages.Welcome):
+            raise UnauthenticatedError("it closed the connection")
+    except BaseException:
+        turn.release()
+        raise
     return channel
 
 
