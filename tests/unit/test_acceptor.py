@@ -20,6 +20,7 @@ from clusterjob.node.rendezvous.identity import JobIdentity, NodeJob
 from clusterjob.node.rendezvous.membership import Membership, Stalls
 from clusterjob.node.rendezvous.messages import ConnectionLost, Hello
 from clusterjob.node.rendezvous.protocol import PROOF_SECONDS
+from clusterjob.node.system import network
 
 OPTIONS = parse(["x.py"])
 JOB = JobIdentity("job", 0, b"token", [], has_torch=False)
@@ -122,6 +123,30 @@ def test_agent_that_reaches_the_coordinator_twice_joins_once(tmp_path: Path) -> 
     with socket.create_server(("127.0.0.1", 0)) as listener:
         found = asyncio.run(find(listener))
     assert [type(each) for each in found] == [Hello]
+
+
+def test_order_waits_for_no_acknowledgement_of_the_message_before_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found: asyncio.Queue[int] = asyncio.Queue()
+
+    async def note(_members: Membership, writer: asyncio.StreamWriter) -> str:
+        connection = writer.get_extra_info("socket")
+        await found.put(connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY))
+        return ""
+
+    monkeypatch.setattr(Membership, "_foreign", note)
+
+    async def connect() -> int:
+        members = Membership(NODE_0, EventLog(tmp_path / "events.jsonl"))
+        listener = network.listen_at("127.0.0.1", 0, backlog=1)
+        await members.open(listener, "127.0.0.1")
+        with socket.create_connection(listener.getsockname()):
+            option = await found.get()
+        await members.close()
+        return option
+
+    assert asyncio.run(connect()) != 0
 
 
 def test_error_of_search_names_the_ports_of_each_reason() -> None:

@@ -185,6 +185,9 @@ class Membership:
             bound=listener.getsockname()[0],
             nnodes=self._nnodes,
         )
+        # An order must not wait for the acknowledgement of the message before it. Connections have
+        # the option of their listener; asyncio sets it only where the socket names its protocol.
+        listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self._server = await asyncio.start_server(
             self._serve,
             sock=listener,
