@@ -256,7 +256,7 @@ BROKEN = """
 
 @pytest.mark.parametrize(
     ("broken", "where"),
-    [("Membership._send_heartbeats = beat", "beat"), ("Appender.write = write", "write")],
+    [("Membership._find_silent = beat", "beat"), ("Appender.write = write", "write")],
     ids=["task", "disk thread"],
 )
 def test_exception_in_agent_ends_all_nodes_with_reason(

@@ -34,6 +34,7 @@ from clusterjob.node.verdict import Failure, FailureKind, JobState, Verdict
 HORIZON = 3000.0  # seconds after which every job must have ended
 BATCH = 0.05  # seconds between two decisions
 HEARTBEAT, LEASE = 2.0, 10.0
+LEASE_INTERVAL, LEASE_MARGIN = 0.5, 1.0  # of a forkserver
 GRACE_OF_KILL = 1.0  # seconds in which a forkserver kills its workers
 TURN, RETURN, SEARCH, AGAIN = 3.0, 3.0, 1.0, 5.0  # of a successor, see `Agent.search`
 
@@ -103,6 +104,9 @@ class Machine:
     round: tuple[int, int] | None = None  # of its workers: coordinator's birth, round
     workers: list[Worker] = field(default_factory=list)
     lease_until: float = 0.0
+    thawed_at: float = -10.0
+    watched: bool = False  # by its forkserver
+    over: float = 0.0  # seconds for which its forkserver has seen that the lease is over
     stuck_until: float = 0.0  # its workers neither run nor end
     seen: int = 0
     seen_of: int = 0
@@ -245,9 +249,7 @@ class Simulation:
 
     def thaw(self, machine: Machine) -> None:
         self.say(f"machine {machine.number} runs again")
-        machine.frozen = False
-        if machine.workers and self.now > machine.lease_until:
-            self.kill_workers(machine)  # the forkserver looks at the lease first
+        machine.frozen, machine.thawed_at = False, self.now
         if machine.agent is not None:
             machine.agent.on_thaw()
 
@@ -326,10 +328,27 @@ class Simulation:
         machine.agent = Agent(self, machine, again=again)
         machine.agent.begin()
 
+    def look_at_lease(self, machine: Machine) -> None:
+        """Do what the forkserver does: kill workers that run too long without a lease."""
+        machine.watched = machine.round is not None
+        if not machine.watched:
+            return
+        if not machine.frozen:
+            late = self.now > machine.lease_until
+            machine.over = machine.over + LEASE_INTERVAL if late else 0.0
+            if machine.over > LEASE_MARGIN:
+                self.kill_workers(machine)
+                if machine.agent is not None:
+                    machine.agent.push()
+        self.after(LEASE_INTERVAL, lambda: self.look_at_lease(machine))
+
     def start_workers(self, machine: Machine, world: World, birth: int) -> None:
         machine.round = (birth, world.restart)
         machine.workers = [Worker(world.first_rank + k, k) for k in range(world.nproc)]
         self.check_start(machine, world)
+        if not machine.watched:
+            machine.over = 0.0
+            self.look_at_lease(machine)
         for worker in machine.workers:
             seconds = self.random.uniform(0.2, 2.0)
             self.on(machine, seconds, functools.partial(self.worker_runs, machine, worker))
@@ -429,6 +448,7 @@ class Simulation:
         """Check what must hold after every step."""
         trains: set[tuple[int, int]] = set()
         alive: dict[tuple[int, int], int] = {}
+        beside: dict[tuple[int, int], int] = {}
         sizes: dict[tuple[int, int], int] = {}
         for machine in self.machines:
             stuck = machine.stuck_until + 1.5 > self.now
@@ -436,10 +456,13 @@ class Simulation:
                 continue
             running = sum(worker.phase in ("importing", "running") for worker in machine.workers)
             alive[machine.round] = alive.get(machine.round, 0) + running
+            # A forkserver that wakes lets its workers wait for the agent's heartbeat.
+            if self.now > machine.thawed_at + LEASE_MARGIN + LEASE_INTERVAL:
+                beside[machine.round] = beside.get(machine.round, 0) + running
             if machine.agent is not None and machine.agent.world is not None:
                 sizes[machine.round] = machine.agent.world.world_size
-            over = self.now - machine.lease_until
-            if running and over > GRACE_OF_KILL + 1.0:
+            over = self.now - max(machine.lease_until, machine.thawed_at)
+            if running and over > LEASE_MARGIN + GRACE_OF_KILL:
                 raise Violation(
                     f"workers of {machine.number} run {over:.1f} s after the end of the lease"
                 )
@@ -448,8 +471,8 @@ class Simulation:
                 trains.add(round_)
         if len(trains) > 1:
             raise Violation(f"two rounds train: {trains}")
-        if sum(count > 0 for count in alive.values()) > 1:
-            raise Violation(f"workers of two rounds run: {alive}")
+        if sum(count > 0 for count in beside.values()) > 1:
+            raise Violation(f"workers of two rounds run: {beside}")
 
     def check_end(self) -> None:
         """Check what must hold when the job is over."""
@@ -503,10 +526,11 @@ class Link:
     order: Order | None = None  # the last one
     queues: dict[str, list[Any]] = field(default_factory=dict)
 
-    def to_coordinator(self, state: NodeState) -> None:
-        self._send(self.agent.machine, self.coordinator.machine, "up", state)
+    def to_coordinator(self, state: NodeState, beat: float | None = None) -> None:
+        self._send(self.agent.machine, self.coordinator.machine, "up", (state, beat))
 
-    def to_agent(self, order: Order | None) -> None:
+    def to_agent(self, order: Order | float) -> None:
+        """Send an order, or a heartbeat back."""
         self._send(self.coordinator.machine, self.agent.machine, "down", order)
 
     def _send(self, source: Machine, target: Machine, way: str, message: Any) -> None:
@@ -533,7 +557,7 @@ class Link:
         if queue:
             self.sim.after(self._delay(source, target), lambda: self._deliver(source, target, way))
         if way == "up":
-            self.coordinator.receive(self.agent, message, self)
+            self.coordinator.receive(self.agent, *message, self)
         else:
             self.agent.receive(message, self)
 
@@ -622,7 +646,7 @@ class Agent:
                 if self.link.coordinator.machine is self.machine:
                     self.heard_at = sim.now
                 self.machine.lease_until = max(self.machine.lease_until, self.heard_at + LEASE)
-                self.push()
+                self.push(beat=sim.now)
                 if sim.now - self.heard_at > LEASE and not stalled:
                     self.lost_coordinator("no message from it", self.link)
             elif self.machine.round is not None and sim.now > self.machine.lease_until:
@@ -663,19 +687,19 @@ class Agent:
             request=self.request,
         )
 
-    def push(self) -> None:
+    def push(self, beat: float | None = None) -> None:
         if self.link is not None and not self.machine.frozen and not self.dead:
-            self.link.to_coordinator(self.state())
+            self.link.to_coordinator(self.state(), beat)
 
     # -- orders --------------------------------------------------------------------------------
 
-    def receive(self, order: Order | None, link: Link) -> None:
+    def receive(self, order: Order | float, link: Link) -> None:
         if self.dead or link is not self.link:
             return
-        self.heard_at = self.sim.now
-        self.machine.lease_until = max(self.machine.lease_until, self.heard_at + LEASE)
-        if order is None:
-            return  # a heartbeat
+        if isinstance(order, float):
+            self.heard_at = max(self.heard_at, order)
+            self.machine.lease_until = max(self.machine.lease_until, self.heard_at + LEASE)
+            return
         if isinstance(order, End):
             self.end(order.state)
             return
@@ -891,7 +915,7 @@ class Coordinator:
         self.plan()
         return True
 
-    def receive(self, agent: Agent, state: NodeState, link: Link) -> None:
+    def receive(self, agent: Agent, state: NodeState, beat: float | None, link: Link) -> None:
         number = agent.machine.number
         if self.dead or self.links.get(number) is not link:
             return
@@ -899,6 +923,8 @@ class Coordinator:
         if not node.here:
             return
         self.nodes[number] = node.receive(state, self.sim.now)
+        if beat is not None:
+            link.to_agent(beat)
         if state != node.state:
             self.plan()
 
@@ -920,7 +946,7 @@ class Coordinator:
             self.plan(0.0)
 
     def tick(self) -> None:
-        """Send heartbeats, and find silent agents."""
+        """Find silent agents."""
         if self.dead:
             return
         sim = self.sim
@@ -931,7 +957,6 @@ class Coordinator:
             self.ticked = sim.now
             for number in list(self.links):
                 node = self.nodes[number]
-                self.links[number].to_agent(None)
                 silent = sim.now - node.heard_at
                 if node.here and silent > LEASE and number != self.machine.number:
                     self.lose(

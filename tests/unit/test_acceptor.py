@@ -64,7 +64,7 @@ def test_stall_that_a_decision_notices_first_makes_no_agent_silent(
         members = Membership(NODE_0, EventLog(tmp_path / "events.jsonl"))
         members.stalls = Stalls(OPTIONS.heartbeat, lambda: moment)
         peer = members.join(Hello(1, "gpu1", 1, 0, 2, 1), lambda _message: None)
-        beating = asyncio.create_task(members._send_heartbeats())
+        beating = asyncio.create_task(members._find_silent())
         await asyncio.sleep(0)
         moment += stall
         members.stalls.recent(OPTIONS.lease)  # as a decision does

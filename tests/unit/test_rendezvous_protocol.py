@@ -18,6 +18,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from clusterjob.errors import RendezvousError
+from clusterjob.node.agent.connection import Link
+from clusterjob.node.options import parse
 from clusterjob.node.rendezvous import messages, protocol
 from clusterjob.node.rendezvous.messages import Heartbeat, Hello, Welcome
 from clusterjob.node.rendezvous.protocol import Channel, UnauthenticatedError
@@ -171,6 +173,27 @@ async def test_agent_of_another_job_with_same_token_is_refused(
     coordinator[1].close()
     with pytest.raises((UnauthenticatedError, OSError)):
         await other
+
+
+@connected
+async def test_lease_begins_when_the_answered_heartbeat_was_sent(
+    agent: Streams, coordinator: Streams
+) -> None:
+    """A message that waited for a frozen agent says nothing of the coordinator of now."""
+    agent_channel, coordinator_channel = await channels(agent, coordinator)
+    link = Link(agent_channel, parse(["x.py"]), orders := asyncio.Queue(), asyncio.create_task)
+    joined_at = link.heard_at
+    for message in (Order(), Heartbeat(joined_at - 1)):
+        coordinator_channel.send(message)
+        assert await orders.get() == message
+        assert link.heard_at == joined_at
+    coordinator_channel.send(Heartbeat(joined_at + 1e-6))
+    await orders.get()
+    assert link.heard_at == joined_at + 1e-6
+    coordinator_channel.send(Heartbeat(joined_at + 60))
+    await orders.get()
+    assert link.heard_at <= time.monotonic()
+    await link.close()
 
 
 @connected

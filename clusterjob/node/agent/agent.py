@@ -183,6 +183,8 @@ class Agent:
                     verdict = end.verdict
                 case ConnectionLost() as end_of_link:
                     verdict = await self._on_coordinator_lost(end_of_link)
+                case messages.Heartbeat():
+                    self._renew_lease()
                 case Succession() as known:
                     self._note_succession(known)
                 case Order() as order:

@@ -52,7 +52,8 @@ class Link:
         start: starts a background task.
 
     Attributes:
-        heard_at: the monotonic time of the last message.
+        heard_at: the monotonic time at which this agent has sent what the coordinator has answered
+            last.
     """
 
     def __init__(
@@ -62,7 +63,7 @@ class Link:
         orders: asyncio.Queue[Any],
         start: Callable[[Coroutine[Any, Any, None]], asyncio.Task[None]],
     ) -> None:
-        self.heard_at = time.monotonic()
+        self.heard_at = channel.joined_at
         self.send = channel.send
         self._channel = channel
         self._options = options
@@ -80,7 +81,8 @@ class Link:
         why, ended = "the connection to it was closed", True
         try:
             while (message := await self._channel.receive()) is not None:
-                self.heard_at = time.monotonic()
+                if isinstance(message, messages.Heartbeat):
+                    self.heard_at = min(max(self.heard_at, message.at), time.monotonic())
                 self._orders.put_nowait(message)
         except (RendezvousError, MalformedMessageError) as error:
             why, ended = str(error), False
@@ -93,11 +95,12 @@ class Link:
     async def _send_heartbeats(self) -> None:
         while True:
             await asyncio.sleep(self._options.heartbeat)
-            self.send(messages.Heartbeat())
-            if self._stalls.tick():
-                self.heard_at = time.monotonic()  # this process could not receive meanwhile
+            self.send(messages.Heartbeat(time.monotonic()))
+            self._stalls.tick()
             silence = time.monotonic() - self.heard_at
-            if silence > self._options.lease:
+            # After a stall, the coordinator may need a moment: it may have been frozen too.
+            stalled = self._stalls.recent(2 * self._options.heartbeat)
+            if silence > self._options.lease and not stalled:
                 why = f"no message from it for {silence:.0f} s"
                 self._orders.put_nowait(messages.ConnectionLost(why))
                 return

@@ -195,7 +195,7 @@ class Membership:
             limit=protocol.LINE_BYTES,
         )
         listener.listen(_BACKLOG)
-        self.tasks = [asyncio.create_task(self._send_heartbeats())]
+        self.tasks = [asyncio.create_task(self._find_silent())]
 
     async def close(self) -> None:
         """Stop accepting, wait up to 1 s for agents to read the verdict, close all connections."""
@@ -279,7 +279,9 @@ class Membership:
     def receive(self, peer: Peer, message: Any) -> None:
         """Put a message of an agent that has joined into the inbox."""
         peer.heard_at = time.monotonic()
-        if not isinstance(message, messages.Heartbeat):
+        if isinstance(message, messages.Heartbeat):
+            peer.send(message)
+        else:
             self.inbox.put_nowait((peer, message))
 
     async def _foreign(self, writer: asyncio.StreamWriter) -> str:
@@ -363,8 +365,8 @@ class Membership:
             self.inbox.put_nowait((peer, messages.ConnectionLost(why, ended=ended)))
         await channel.close()
 
-    async def _send_heartbeats(self) -> None:
-        heartbeat, options = messages.Heartbeat(), self._node.options
+    async def _find_silent(self) -> None:
+        options = self._node.options
         own = self._node.topology.node_rank
         while True:
             await asyncio.sleep(options.heartbeat)
@@ -372,7 +374,6 @@ class Membership:
                 self._events.add("stalled", node_rank=own, seconds=round(stalled, 1))
             moment = time.monotonic()
             for node_rank, peer in self.peers.items():
-                peer.send(heartbeat)
                 if stalled:
                     peer.heard_at = moment  # this process could not receive meanwhile
                 silence = moment - peer.heard_at

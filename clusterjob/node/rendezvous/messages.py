@@ -25,7 +25,15 @@ _Nodes = Annotated[tuple[Number, ...], Limit(1 << 14)]
 
 @dataclass(frozen=True)
 class Heartbeat:
-    """The sender is alive."""
+    """The sender is alive.
+
+    Attributes:
+        at: the monotonic time at which an agent has sent it. The coordinator sends it back as it
+            is: the agent's lease begins then, and not when the agent reads the answer, which may
+            have waited for it while its machine was frozen.
+    """
+
+    at: float = 0.0
 
 
 # -- from an agent -------------------------------------------------------------------------------

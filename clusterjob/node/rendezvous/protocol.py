@@ -12,6 +12,7 @@ import asyncio
 import hmac
 import json
 import secrets
+import time
 from collections.abc import Coroutine, Mapping
 from typing import Any, TypeVar
 
@@ -54,6 +55,9 @@ class Channel:
         receives: the messages that this side accepts.
         send_key: signs sent messages; each direction has its own, so no message can be reflected.
         receive_key: verifies received messages.
+
+    Attributes:
+        joined_at: the monotonic time at which an agent has sent its first message.
     """
 
     def __init__(
@@ -74,6 +78,7 @@ class Channel:
         self._receive_key = receive_key
         self._sent = 0
         self._received = 0
+        self.joined_at = time.monotonic()
 
     def send(self, message: Any) -> None:
         """Send a message; do nothing if the connection is closed, which the receiver notices."""
@@ -181,6 +186,7 @@ async def join(
     channel = await answer_of(proof, PROOF_SECONDS)
     await turn.acquire()
     try:
+        channel.joined_at = time.monotonic()
         channel.send(hello)
         answer = await answer_of(channel.receive(), WELCOME_SECONDS)
         if isinstance(answer, messages.Refused):
