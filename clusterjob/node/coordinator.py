@@ -48,7 +48,15 @@ def _count(nodes: int) -> str:
 
 
 class MinorityError(RendezvousError):
-    """More than half of the nodes of a job may run without this coordinator."""
+    """More than half of the nodes of a job may run without this coordinator.
+
+    Attributes:
+        failure: why its round has ended.
+    """
+
+    def __init__(self, failure: Failure | None) -> None:
+        super().__init__("the other nodes may still run without this one")
+        self.failure = failure
 
 
 class Coordinator:
@@ -161,7 +169,7 @@ class Coordinator:
         moment = time.monotonic()
         loss = Loss(earlier_.why, moment, ended=earlier_.ended)
         self._nodes[state.node] = Node(state.node, state.host, pid=0, nproc=1).lose(loss)
-        lost = Failure.of_node(state.node, state.host, message=earlier_.why)
+        lost = earlier_.failure or Failure.of_node(state.node, state.host, message=earlier_.why)
         deadline = earlier_.received_at + state.lasting.deadline
         lasting = replace(state.lasting, deadline=deadline)
         self._ledger = core.take_over(self._job, lasting, lost, moment)
@@ -187,7 +195,8 @@ class Coordinator:
         pause = 1 if self._ledger.stage is Stage.COLLECT else 5
         self._earliest = moment + pause * (time.monotonic() - moment)
         if self._ledger.stage is Stage.RESIGN:
-            raise MinorityError("the other nodes may still run without this one")
+            end = self._ledger.end
+            raise MinorityError(end.failure if end is not None else None)
 
     def _view(self) -> View:
         ledger, options, waits = self._ledger, self._job.options, self._ledger.stage is Stage.WAIT

@@ -92,6 +92,27 @@ def test_job_goes_on_without_node_0_which_returns_as_spare(
     assert not (job.directory / "host0" / "result.json").exists()
 
 
+@pytest.mark.slow
+def test_coordinator_that_gave_up_and_goes_on_blames_the_node_that_was_lost(
+    make_job: MakeJob, hosts: list[Machine]
+) -> None:
+    job = make_job(3)
+    start(job, hosts)
+    spare = [job.agents[2].pid, *below(job.agents[2].pid)]
+    for pid in spare:
+        os.kill(pid, signal.SIGSTOP)
+    wait_until(lambda: events(job, 0, "lost"), TEST_TIMEOUT)
+    kill_all([job.agents[1].pid, *below(job.agents[1].pid)])
+    wait_until(lambda: len(events(job, 0, "listening")) == 2, TEST_TIMEOUT)
+    for pid in spare:
+        os.kill(pid, signal.SIGCONT)
+    job.wait_for("1.0", "1.1", timeout=TEST_TIMEOUT)
+    job.path("enough").touch()
+    assert job.wait() == [0, -signal.SIGKILL, 0]
+    ended, _ = events(job, 0, "round_ended")
+    assert (ended["kind"], ended["node"]) == ("node_lost", 1)
+
+
 def test_node_0_that_is_started_again_finds_the_coordinator_that_has_moved(
     make_job: MakeJob, hosts: list[Machine]
 ) -> None:

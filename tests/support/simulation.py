@@ -606,6 +606,7 @@ class Agent:
         self.search_id = 0
         self.deadline: float | None = None  # of the search, until a round begins
         self.alone = 0
+        self.resigned: Failure | None = None  # why the round ended, if this node gave up then
         self.ticked = sim.now
 
     # -- life ----------------------------------------------------------------------------------
@@ -857,7 +858,7 @@ class Coordinator:
 
     def begin(self) -> None:
         if self.before is not None:
-            lost = Failure.of_node(
+            lost = self.agent.resigned or Failure.of_node(
                 self.before, f"host{self.before}", message="the coordinator was lost"
             )
             lasting = lasting_of(self.ledger)
@@ -911,6 +912,7 @@ class Coordinator:
         agent.heard_at = sim.now
         agent.machine.lease_until = max(agent.machine.lease_until, sim.now + LEASE)
         if agent is not self.agent:
+            agent.resigned = None
             agent.machine.disk.pop("coordinates", None)
         self.plan()
         return True
@@ -1002,7 +1004,8 @@ class Coordinator:
         if self.ledger.stage is Stage.RESIGN:
             sim.say(f"coordinator {self.machine.number} resigns")
             agent = self.agent
-            agent.coordinator = None
+            end = self.ledger.end
+            agent.coordinator, agent.resigned = None, end.failure if end is not None else None
             self.machine.disk["ledger"] = (self.ledger, self.machine.number)
             self.die()
             if agent.link is not None:

@@ -38,7 +38,7 @@ from clusterjob.node.rendezvous.messages import ConnectionLost, Succession
 from clusterjob.node.rendezvous.succession import Earlier
 from clusterjob.node.states import Measure, Order, Stop
 from clusterjob.node.system import crashes, files, network, processes
-from clusterjob.node.verdict import CANCELLED_EXIT_CODE, JobState, Verdict
+from clusterjob.node.verdict import CANCELLED_EXIT_CODE, Failure, JobState, Verdict
 from clusterjob.node.workers.forkserver_client import ForkserverClient
 
 # Seconds in which a second SIGINT belongs to the same Ctrl-C: a command between the terminal and
@@ -123,6 +123,7 @@ class Agent:
         self._link: Link | None = None  # if the coordinator is on another node
         self._coordinator: Coordinator | None = None  # if it is, or was, in this process
         self._coordinating: asyncio.Task[None] | None = None
+        self._resigned: Failure | None = None  # why the round ended, if this node gave up then
         self._earlier: Earlier | None = None  # the coordinator whose place this one may take
         self._position = 0.0  # how many nodes come before this one
         self._deadline: float | None = None  # of the search that goes on
@@ -272,8 +273,10 @@ class Agent:
         if channel is None:
             assert self._earlier is not None
             self._alone += 1
-            await self._coordinate(replace(self._earlier, why=lost.why, ended=lost.ended))
+            earlier = replace(self._earlier, why=lost.why, ended=lost.ended)
+            await self._coordinate(replace(earlier, failure=self._resigned))
             return None
+        self._resigned = None
         self._orders = asyncio.Queue()
         self._link = Link(channel, options, self._orders, self._start)
         self._parent.keep(joined=True, coordinates=False)
@@ -325,7 +328,7 @@ class Agent:
         try:
             await coordinator.run()
         except MinorityError as error:
-            self._coordinator = None
+            self._coordinator, self._resigned = None, error.failure
             self._orders.put_nowait(ConnectionLost(error.message))
 
     # -- messages ----------------------------------------------------------------------------------

@@ -19,6 +19,7 @@ from clusterjob.node.rendezvous.membership import Peer
 from clusterjob.node.rendezvous.messages import MAX_SUCCESSORS, CoordinatorState, Members
 from clusterjob.node.system import files, processes
 from clusterjob.node.system.codec import MalformedMessageError, read
+from clusterjob.node.verdict import Failure
 
 # Platforms on which every node of the job can be reached under the address that it has.
 FREE_ADDRESSES = ("clusterjob", "slurm")
@@ -34,6 +35,7 @@ class Earlier:
         ended: whether its process has certainly ended.
         moved: whether it ran on another node.
         received_at: when its state arrived, by this machine's monotonic clock.
+        failure: why its round ended, if it ran in this process and has given up.
     """
 
     state: CoordinatorState
@@ -41,6 +43,7 @@ class Earlier:
     ended: bool
     moved: bool
     received_at: float
+    failure: Failure | None = None
 
 
 def may_go_on(groups: Iterable[Members], present: Set[int]) -> bool:
