@@ -174,6 +174,12 @@ class Coordinator:
         lasting = replace(state.lasting, deadline=deadline)
         self._ledger = core.take_over(self._job, lasting, lost, moment)
 
+    @property
+    def heard_at(self) -> float:
+        """The monotonic time at which the lease of this node's workers begins."""
+        heard = {node: peer.heard_at for node, peer in self._peers.items()}
+        return core.heard_at(self._job, self._ledger, heard, time.monotonic())
+
     async def _step(self) -> None:
         """Wait for a change or for the time of the next decision; decide."""
         inbox, moment, at = self.membership.inbox, time.monotonic(), self._due

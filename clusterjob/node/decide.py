@@ -361,6 +361,24 @@ def take_over(job: Job, lasting: Lasting, lost: Failure, now: float) -> Ledger:
     return ledger
 
 
+def heard_at(job: Job, ledger: Ledger, heard: Mapping[int, float], now: float) -> float:
+    """Return since when half of the nodes of the round have been heard, the coordinator's included.
+
+    After this time and the lease, the other half may go on with another coordinator: the lease of
+    the workers on the coordinator's own node begins here.
+
+    Args:
+        job: the job.
+        ledger: what the coordinator remembers.
+        heard: when each node was heard last.
+        now: the time.
+    """
+    nodes = ledger.nodes if job.moves else ()
+    heard = {**heard, job.own: now}
+    times = sorted((heard.get(node, 0.0) for node in nodes), reverse=True)
+    return times[(len(times) - 1) // 2] if times else now
+
+
 def orders(job: Job, ledger: Ledger, nodes: Mapping[int, Node]) -> Iterator[tuple[int, Order]]:
     """Yield what the coordinator wants of each node that is here; equal orders are one object.
 

@@ -17,6 +17,7 @@ CAUGHT: dict[int, str] = {
     105238: "a rank was blamed for an effect when the time limit came",
     141987: "two coordinators that began the same restart both trained",
     190256: "old messages that a machine found when it woke renewed its lease",
+    217972: "the workers beside a coordinator that woke alone had no lease",
     205618: "a coordinator that had given up, and went on, blamed its own node",
 }
 

@@ -644,8 +644,8 @@ class Agent:
             stalled = sim.now - self.ticked > 2 * HEARTBEAT
             self.ticked = sim.now
             if self.link is not None:
-                if self.link.coordinator.machine is self.machine:
-                    self.heard_at = sim.now
+                if self.coordinator is not None and self.link.coordinator is self.coordinator:
+                    self.heard_at = self.coordinator.heard_at()
                 self.machine.lease_until = max(self.machine.lease_until, self.heard_at + LEASE)
                 self.push(beat=sim.now)
                 if sim.now - self.heard_at > LEASE and not stalled:
@@ -844,7 +844,7 @@ class Coordinator:
         self.planned: float | None = None
         self.decided = -1.0
         self.ticked = sim.now
-        self.stalled_until = -1.0
+        self.stalled_until = self.patient_until = -1.0
         if before is not None:
             lost = Node(before, f"host{before}", pid=0, nproc=1)
             self.nodes[before] = lost.lose(Loss("it was lost", sim.now))
@@ -876,9 +876,12 @@ class Coordinator:
         stalled = self.sim.now - self.ticked
         if stalled > 2 * HEARTBEAT:
             self.stalled_until = self.sim.now + LEASE + 2 * HEARTBEAT
-            for number, node in self.nodes.items():
-                self.nodes[number] = replace(node, heard_at=self.sim.now)
+            self.patient_until = self.sim.now + 2 * HEARTBEAT
         self.plan(0.0)
+
+    def heard_at(self) -> float:
+        heard = {number: node.heard_at for number, node in self.nodes.items()}
+        return core.heard_at(self.job, self.ledger, heard, self.sim.now)
 
     # -- agents --------------------------------------------------------------------------------
 
@@ -925,7 +928,7 @@ class Coordinator:
         if not node.here:
             return
         self.nodes[number] = node.receive(state, self.sim.now)
-        if beat is not None:
+        if beat is not None and agent is not self.agent:
             link.to_agent(beat)
         if state != node.state:
             self.plan()
@@ -960,7 +963,8 @@ class Coordinator:
             for number in list(self.links):
                 node = self.nodes[number]
                 silent = sim.now - node.heard_at
-                if node.here and silent > LEASE and number != self.machine.number:
+                patient = sim.now < self.patient_until or number == self.machine.number
+                if node.here and silent > LEASE and not patient:
                     self.lose(
                         self.links[number].agent,
                         f"no message for {silent:.0f} s",

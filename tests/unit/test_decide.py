@@ -1229,6 +1229,22 @@ def split(nnodes: int, own: Sequence[int], **view: Any) -> Cluster:
     return cluster
 
 
+@pytest.mark.parametrize(
+    ("others", "since"),
+    [((), 100.0), ((7.0,), 100.0), ((7.0, 9.0), 9.0), ((7.0, 9.0, 8.0), 9.0),
+     ((7.0, 9.0, 8.0, 6.0), 8.0)],
+)  # fmt: skip
+def test_workers_beside_the_coordinator_have_a_lease_of_half_of_the_nodes(
+    others: tuple[float, ...], since: float
+) -> None:
+    cluster = running(len(others) + 1, moves=True)
+    heard = dict(enumerate(others, 1))
+    assert core.heard_at(cluster.job, cluster.ledger, heard, 100.0) == since
+    fixed = replace(cluster.job, moves=False)
+    assert core.heard_at(fixed, cluster.ledger, heard, 100.0) == 100.0
+    assert core.heard_at(cluster.job, Ledger(), heard, 100.0) == 100.0
+
+
 def test_smaller_part_of_a_split_job_resigns_and_decides_nothing() -> None:
     cluster = split(5, [0, 1])
     cluster.wait(7.0)

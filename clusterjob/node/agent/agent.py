@@ -374,9 +374,9 @@ class Agent:
             await asyncio.sleep(_RENEW_INTERVAL)
 
     def _renew_lease(self) -> None:
-        if self._link is not None or self._coordinator is not None:
-            heard_at = time.monotonic() if self._link is None else self._link.heard_at
-            self._parent.keep(until=heard_at + self._options.lease)
+        source = self._link or self._coordinator
+        if source is not None:
+            self._parent.keep(until=source.heard_at + self._options.lease)
 
     async def _follow_output(self) -> None:
         loop, pause = asyncio.get_running_loop(), log_files.INTERVAL

@@ -370,13 +370,13 @@ class Membership:
         own = self._node.topology.node_rank
         while True:
             await asyncio.sleep(options.heartbeat)
-            if stalled := self.stalls.tick():
-                self._events.add("stalled", node_rank=own, seconds=round(stalled, 1))
+            if ended := self.stalls.tick():
+                self._events.add("stalled", node_rank=own, seconds=round(ended, 1))
+            # This process could not receive meanwhile, and the agents may have been frozen too.
+            stalled = self.stalls.recent(2 * options.heartbeat)
             moment = time.monotonic()
             for node_rank, peer in self.peers.items():
-                if stalled:
-                    peer.heard_at = moment  # this process could not receive meanwhile
                 silence = moment - peer.heard_at
-                if silence > options.lease and not peer.lost and node_rank != own:
+                if silence > options.lease and not (stalled or peer.lost or node_rank == own):
                     lost = messages.ConnectionLost(f"no message for {silence:.0f} s")
                     self.inbox.put_nowait((peer, lost))
