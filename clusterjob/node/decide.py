@@ -362,7 +362,7 @@ def take_over(job: Job, lasting: Lasting, lost: Failure, now: float) -> Ledger:
 
 
 def heard_at(job: Job, ledger: Ledger, heard: Mapping[int, float], now: float) -> float:
-    """Return since when half of the nodes of the round have been heard, the coordinator's included.
+    """Return since when half of the round's nodes have been heard, the coordinator's with them.
 
     After this time and the lease, the other half may go on with another coordinator: the lease of
     the workers on the coordinator's own node begins here.
