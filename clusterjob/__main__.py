@@ -66,11 +66,10 @@ def main() -> int:
 
 
 def _refuse_launch() -> int:
-    from clusterjob.errors import UsageError
-    from clusterjob.node.system import processes
+    from clusterjob.errors import UsageError, require_linux
 
     try:
-        processes.require_linux("`clusterjob launch`")
+        require_linux("`clusterjob launch`")
     except UsageError as error:
         print(f"clusterjob: error: {error.message}\n  hint: {error.hint}", file=sys.stderr)
         return error.exit_code

@@ -25,6 +25,8 @@ if TYPE_CHECKING:
 
 __all__ = ["init", "shutdown"]
 
+_BACKENDS = ("nccl", "gloo")
+
 
 def init(
     backend: str | None = None,
@@ -81,8 +83,8 @@ def init(
     from clusterjob.worker import group
     from clusterjob.worker.context import state
 
-    if backend is not None and backend not in group.BACKENDS:
-        raise UsageError(f"unknown backend {backend!r}: must be one of {', '.join(group.BACKENDS)}")
+    if backend is not None and backend not in _BACKENDS:
+        raise UsageError(f"unknown backend {backend!r}: must be one of {', '.join(_BACKENDS)}")
     if timeout is not None and not timeout > 0:
         raise UsageError(f"timeout {timeout}: must be a number of seconds above 0")
     given = {

@@ -218,3 +218,21 @@ def escaped(text: str) -> str:
     return "".join(
         char if char.isprintable() else char.encode("unicode_escape").decode() for char in text
     )
+
+
+def require_linux(what: str) -> None:
+    """Refuse an action on a system other than Linux.
+
+    Args:
+        what: the part of the product that runs workers here.
+
+    Raises:
+        UsageError: this is not Linux.
+    """
+    import sys
+
+    if sys.platform != "linux":
+        raise UsageError(
+            f"{what} needs Linux, and this is {sys.platform.replace('darwin', 'macOS')}",
+            "submit to Linux machines: --hosts HOST (over SSH), or --login HOST (its Slurm)",
+        )

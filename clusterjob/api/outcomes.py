@@ -15,11 +15,12 @@ from clusterjob.node.system.sanitize import sanitize
 from clusterjob.node.verdict import Verdict
 from clusterjob.worker.call import (
     MAX_JSON,
-    MAX_WORLD_SIZE,
     CallOutcome,
     RemoteFailure,
     outcome_name,
 )
+
+MAX_WORLD_SIZE = 65_536  # workers of a job, as another machine may state them
 
 
 class RemoteTraceback(Exception):

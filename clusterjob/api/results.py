@@ -116,7 +116,7 @@ def exception(record: Record, verdict: Verdict, *, trust: bool) -> BaseException
         return JobCancelled(f"job {record.job_id} CANCELLED: {reason}", _show_output(record))
     rank = verdict.failure.rank if verdict.failure is not None else None
     counts = _counts(record)
-    world_size = call.MAX_WORLD_SIZE if counts is None else sum(counts.values())
+    world_size = outcomes.MAX_WORLD_SIZE if counts is None else sum(counts.values())
     outcome = None
     if rank is not None and 0 <= rank < world_size:
         outcome = _read(record, [rank], attempt=verdict.attempt, trust=trust)[rank]

@@ -19,13 +19,14 @@ from pathlib import Path
 from typing import Any
 
 from clusterjob.api import outcomes
-from clusterjob.errors import ClusterJobError, JobFailed, UsageError
+from clusterjob.core.spec import launch_arguments
+from clusterjob.errors import ClusterJobError, JobFailed, UsageError, require_linux
 from clusterjob.node import contract
 from clusterjob.node.logs.job_dir import AGENT_LOG, RESULT
 from clusterjob.node.logs.log_files import LogReader, fold
 from clusterjob.node.options import LaunchOptions
 from clusterjob.node.program import Program
-from clusterjob.node.system import devices, files, processes
+from clusterjob.node.system import devices, files
 from clusterjob.node.system.sanitize import sanitize
 from clusterjob.node.verdict import JobState, Verdict
 from clusterjob.worker import call
@@ -76,7 +77,7 @@ def spawn(
             f"{function!r} is not a function",
             "to start a script: `clusterjob run SCRIPT`",
         )
-    processes.require_linux("spawn")
+    require_linux("spawn")
     environ = _environment(gpus)
     count = _count(nprocs, gpus, environ=environ)
     payload = call.pickled(
@@ -166,7 +167,7 @@ def _run(job_dir: Path, count: int, environ: dict[str, str]) -> int:
     with (job_dir / AGENT_LOG).open("wb") as log:
         try:
             agent = subprocess.Popen(
-                [sys.executable, "-m", "clusterjob.node", *options.arguments()],
+                [sys.executable, "-m", "clusterjob.node", *launch_arguments(options)],
                 env=environ | {contract.JOB_DIR: str(job_dir)},
                 stdin=subprocess.PIPE,
                 stdout=log,

@@ -18,7 +18,7 @@ from clusterjob.doctor.engine import Check, CheckState
 from clusterjob.node.logs import ends, events
 from clusterjob.node.logs.log_files import LONGEST, Labelled, LogLine, as_text, fold
 from clusterjob.node.system import codec
-from clusterjob.node.system.sanitize import escape_json, sanitize
+from clusterjob.node.system.sanitize import UNSAFE, sanitize
 from clusterjob.node.verdict import JobState, Verdict
 
 if TYPE_CHECKING:
@@ -37,6 +37,13 @@ def print_json(value: dict[str, Any]) -> None:
     """Print a value on stdout with its schema number; a value unknown to JSON becomes text."""
     text = json.dumps({"schema": SCHEMA, **value}, ensure_ascii=False, indent=1, default=str)
     print(escape_json(text))
+
+
+def escape_json(text: str) -> str:
+    """Escape the unsafe characters of a JSON text; its values stay the same."""
+    return "\n".join(
+        UNSAFE.sub(lambda match: f"\\u{ord(match[0]):04x}", line) for line in text.split("\n")
+    )
 
 
 def print_message(text: str) -> None:

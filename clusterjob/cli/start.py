@@ -12,6 +12,7 @@ import typer
 
 from clusterjob.cli.job_filters import LatestId, named_or_latest
 from clusterjob.cli.job_options import Json, flags_given, misplaced, own_options, program_of
+from clusterjob.core.spec import program_arguments
 from clusterjob.errors import ClusterJobError
 from clusterjob.node.program import Program
 
@@ -223,7 +224,7 @@ def _plan(
         line = [
             *ctx.command_path.split(),
             *words,
-            *program.launch_arguments()[: -len(program.args)],
+            *program_arguments(program)[: -len(program.args)],
         ]
         output.print_message(
             f"{' '.join(words)} went to the script, which does not contain such options;"

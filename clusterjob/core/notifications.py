@@ -10,11 +10,12 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from clusterjob.errors import SpecError
-from clusterjob.node.contract import NOTIFY_ARRAY_TASKS, NOTIFY_KINDS
+from clusterjob.node.contract import NOTIFY_KINDS
 
 _URL = re.compile(r"([A-Za-z][A-Za-z0-9+.-]{0,30})://\S+", re.ASCII)
 _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]{0,127}", re.ASCII)
 _MAX_BYTES = 50_000  # maximum bytes of all URLs and commands, which travel in one variable
+_ARRAY_TASKS = "array_tasks"  # each element of an array, as in sbatch's --mail-type
 _FORMS = "write --notify URL, --notify VARIABLE, or --notify @FILE with one URL per line"
 
 
@@ -106,7 +107,7 @@ def check_kinds(kinds: Iterable[str]) -> None:
     Raises:
         SpecError: a kind is unknown.
     """
-    known = (*NOTIFY_KINDS, NOTIFY_ARRAY_TASKS)
+    known = (*NOTIFY_KINDS, _ARRAY_TASKS)
     for kind in kinds:
         if kind not in known:
             raise SpecError(f"--notify-on {kind!r}: unknown event", f"use {', '.join(known)}")
@@ -187,7 +188,7 @@ def packed(
         "on": kinds,
         "name": name,
         "cluster": cluster,
-        "elements": 0 if NOTIFY_ARRAY_TASKS in kinds else elements,
+        "elements": 0 if _ARRAY_TASKS in kinds else elements,
     }
     data = json.dumps(value).encode()
     if len(data) > _MAX_BYTES:

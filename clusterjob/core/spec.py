@@ -142,7 +142,7 @@ class JobSpec:
     warn_signal: str = ""
     notify: tuple[NotifyPlace, ...] = ()
     notify_cmd: tuple[str, ...] = ()
-    notify_on: tuple[str, ...] = contract.NOTIFY_DEFAULT
+    notify_on: tuple[str, ...] = contract.NOTIFY_KINDS[1:]
     preflight: str = LaunchOptions.preflight
     hang_timeout: int | None = None
     metrics: bool = True
@@ -362,6 +362,29 @@ def _check_type(each: Field[Any]) -> Callable[[Any], Any]:
         return value
 
     return check
+
+
+def launch_arguments(options: LaunchOptions) -> list[str]:
+    """Return the arguments that `options.parse` of a node turns into these options.
+
+    Defaults are left out.
+    """
+    words: list[str] = []
+    for each in fields(options):
+        name, value = each.name.replace("_", "-"), getattr(options, each.name)
+        if each.metadata and isinstance(value, bool) and value != each.default:
+            words.append(f"--{name}" if value else f"--no-{name}")
+        elif each.metadata and value != each.default:
+            words.append(f"--{name}={','.join(value) if isinstance(value, tuple) else value}")
+    return words + program_arguments(options.program)
+
+
+def program_arguments(program: Program) -> list[str]:
+    """Return the arguments of `clusterjob launch` for a program."""
+    prefix = {"script": [], "module": ["-m"], "command": ["--"]}[program.kind]
+    if program.kind == "script" and program.target.startswith("-") and not program.on_stdin:
+        return [f"./{program.target}", *program.args]
+    return [*prefix, program.target, *program.args]
 
 
 def default_name(program: Program) -> str:

@@ -33,11 +33,8 @@ CODE_TREE = "CLUSTERJOB_CODE_TREE"  # the submitted code; empty if there is none
 WAITS = "CLUSTERJOB_WAITS"  # "1": a worker measures how long it waits in collectives
 STREAM = "CLUSTERJOB_STREAM"  # "1": the submitter sees only this node's stdout; see `console`
 
-# Of --notify-on: events, those that are sent by default, and each element of an array, as in
-# sbatch's --mail-type.
+# Events of --notify-on.
 NOTIFY_KINDS = ("start", "end", "failure", "requeue")
-NOTIFY_DEFAULT = NOTIFY_KINDS[1:]
-NOTIFY_ARRAY_TASKS = "array_tasks"
 
 _TOKEN_BYTES = 16  # minimum length of a token
 

@@ -177,8 +177,12 @@ class Coordinator:
     @property
     def heard_at(self) -> float:
         """The monotonic time at which the lease of this node's workers begins."""
-        heard = {node: peer.heard_at for node, peer in self._peers.items()}
-        return core.heard_at(self._job, self._ledger, heard, time.monotonic())
+        return core.heard_at(
+            self._job,
+            self._ledger,
+            {node: peer.heard_at for node, peer in self._peers.items()},
+            time.monotonic(),
+        )
 
     async def _step(self) -> None:
         """Wait for a change or for the time of the next decision; decide."""

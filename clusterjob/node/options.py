@@ -304,17 +304,6 @@ class LaunchOptions:
         """Seconds to wait for an agent that was killed or cut off; then its node counts as lost."""
         return self.lease + 5.0
 
-    def arguments(self) -> list[str]:
-        """Return the arguments that `parse` turns into these options, without the defaults."""
-        words: list[str] = []
-        for each in fields(self):
-            name, value = each.name.replace("_", "-"), getattr(self, each.name)
-            if each.metadata and isinstance(value, bool) and value != each.default:
-                words.append(f"--{name}" if value else f"--no-{name}")
-            elif each.metadata and value != each.default:
-                words.append(f"--{name}={','.join(value) if isinstance(value, tuple) else value}")
-        return words + self.program.launch_arguments()
-
 
 def parse(argv: Sequence[str]) -> LaunchOptions:
     """Return the options of a launch command line.

@@ -113,13 +113,6 @@ class Program:
                     return stream.read(_MAX_SOURCE)
         return b""
 
-    def launch_arguments(self) -> list[str]:
-        """Return the arguments of `clusterjob launch` for this program, the inverse of parsing."""
-        prefix = {"script": [], "module": ["-m"], "command": ["--"]}[self.kind]
-        if self.kind == "script" and self.target.startswith("-") and not self.on_stdin:
-            return [f"./{self.target}", *self.args]
-        return [*prefix, self.target, *self.args]
-
 
 _sources: dict[str, bytes] = {}  # what `read_ahead` has read, by path
 _shadowed: list[str] = []  # loaded modules that the program's own directory has too

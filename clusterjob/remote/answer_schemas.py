@@ -16,6 +16,8 @@ from clusterjob.node.host_server import jobs, server
 
 MAX_LINE = 1 << 20  # bytes of an answer's JSON line, unless its schema allows more
 MAX_FILES = 10_000  # files of one node that an answer may name
+MAX_PARTS = 1000  # maximum number of parts of results in one call
+_MAX_ANSWER = jobs.MAX_BYTES + jobs.MAX_REPLACED
 MAX_ERROR = 2000  # characters of an error message that are kept
 
 _Text = Annotated[str, Meta(max_length=10_000)]
@@ -66,7 +68,7 @@ ANSWER_HEADER = _object({"size": _Integer}, {"error": Annotated[str, Meta(max_le
 
 # A file of a job's directory, whose new bytes follow the answer.
 _File = _object(
-    {"path": _Path, "size": Annotated[int, Meta(ge=0, le=jobs.MAX_ANSWER)]},
+    {"path": _Path, "size": Annotated[int, Meta(ge=0, le=_MAX_ANSWER)]},
     {"offset": _Integer, "stamp": Annotated[str, Meta(max_length=200)], "gone": bool},
 )
 _PolledJob = _object({"known": bool, "alive": bool, "files": _list(_File, 100_000), "more": bool})
@@ -134,13 +136,13 @@ ANSWERS = {
     "up": AnswerSchema(_object({"up": bool, "why": _Text})),
     "poll": AnswerSchema(
         _object({"jobs": _list(_PolledJob, 1000), "clock": Annotated[float, Meta(ge=0, lt=1e12)]}),
-        jobs.MAX_ANSWER,
+        _MAX_ANSWER,
         max_line=16 << 20,
     ),
     # The caller sets the limit of the bytes that follow.
     "tree": AnswerSchema(_object({"absent": _list(_Path, 10_000)})),
     "get": AnswerSchema(
-        _object({"lengths": _list(_Part, jobs.MAX_PARTS)}),
+        _object({"lengths": _list(_Part, MAX_PARTS)}),
         jobs.MAX_BYTES,
     ),
     "run_command": AnswerSchema(_Command, 2 * server.MAX_OUTPUT),

@@ -15,9 +15,15 @@ from pathlib import Path
 
 from clusterjob.core.units import show_size
 from clusterjob.errors import ClusterJobError, HostError
-from clusterjob.node.host_server.jobs import MAX_BYTES, MAX_PARTS
+from clusterjob.node.host_server.jobs import MAX_BYTES
 from clusterjob.node.system import files
-from clusterjob.remote.answer_schemas import TREE_ENTRY_BYTES, SchemaError, TreeEntry, check
+from clusterjob.remote.answer_schemas import (
+    MAX_PARTS,
+    TREE_ENTRY_BYTES,
+    SchemaError,
+    TreeEntry,
+    check,
+)
 from clusterjob.remote.destination import (
     Destination,
     File,

@@ -33,7 +33,6 @@ if TYPE_CHECKING:
     from clusterjob.worker.context import Context
 
 MODULES = "call.modules.zip"  # modules that a remote host may lack, next to the call
-MAX_WORLD_SIZE = 65_536  # workers of a job, as another machine may state them
 MAX_JSON = 16 << 20  # bytes; a larger value is only pickled
 _MAX_TRACE = 64 << 10  # characters at the end of a traceback
 _MAX_MESSAGE = 16 << 10  # characters

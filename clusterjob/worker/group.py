@@ -18,7 +18,6 @@ from clusterjob.worker import rendezvous
 from clusterjob.worker.context import Context, watch
 from clusterjob.worker.rendezvous import GroupStore
 
-BACKENDS = ("nccl", "gloo")
 _NEEDED = ("RANK", "WORLD_SIZE")  # of an assignment that the script gives
 _rounds = itertools.count()  # groups of this process for which it has computed a port
 # Launchers that give ranks but no nodes: the processes count the nodes by their hosts.

@@ -21,7 +21,7 @@ from clusterjob.core.capabilities import Capability
 from clusterjob.core.plans import Plan, PlannedCommand, PlannedFile
 from clusterjob.core.records import Handle
 from clusterjob.core.render import render
-from clusterjob.core.spec import JobSpec
+from clusterjob.core.spec import JobSpec, launch_arguments
 from clusterjob.errors import ClusterJobError, SpecError, SubmitError, SubmitInDoubtError
 from clusterjob.node.verdict import JobState
 
@@ -124,7 +124,7 @@ class TinyqBackend(PlatformBackend):
             "workdir": "",
             "node_zip": "",
             "start_variable": "TINYQ_TASK",
-            "launch_arguments": replace(spec.launch_options(), max_restarts=0).arguments(),
+            "launch_arguments": launch_arguments(replace(spec.launch_options(), max_restarts=0)),
         }
         entry = render(spec.template or "mlp.sh.j2", values)
         task = {

@@ -22,6 +22,7 @@ from hypothesis import strategies as st
 from launching import Run, new_folder, run, write_tree
 from procs import PLAIN, TEST_TIMEOUT, WITH_TORCH, Job, MakeJob
 
+from clusterjob.core.spec import program_arguments
 from clusterjob.node.program import Program
 
 STARTS = ["fork", "exec"]
@@ -77,7 +78,7 @@ def as_python(
 def test_program_gives_its_argv_and_launch_arguments(
     program: Program, argv: list[str], launch_arguments: list[str]
 ) -> None:
-    assert (program.argv("/py"), program.launch_arguments()) == (argv, launch_arguments)
+    assert (program.argv("/py"), program_arguments(program)) == (argv, launch_arguments)
     assert program.is_python == (argv[0] == "/py")
 
 
@@ -85,7 +86,7 @@ def test_program_gives_its_argv_and_launch_arguments(
 def test_program_arguments_are_passed_unchanged(kind: str, target: str, args: list[str]) -> None:
     program = Program(kind, target, args=tuple(args))
     assert program.argv("/py")[len(program.argv("/py")) - len(args) :] == args
-    assert program.launch_arguments()[len(program.launch_arguments()) - len(args) :] == args
+    assert program_arguments(program)[len(program_arguments(program)) - len(args) :] == args
 
 
 # -- state that a program sees ---------------------------------------------------------------------

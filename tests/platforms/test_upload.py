@@ -23,7 +23,7 @@ from clusterjob.backends.batch_command.upload import ENTRY, OWN
 from clusterjob.core import node_zip, snapshot
 from clusterjob.core.plans import PlannedFile
 from clusterjob.core.render import render
-from clusterjob.core.spec import JobSpec
+from clusterjob.core.spec import JobSpec, launch_arguments
 from clusterjob.errors import SubmitError
 from clusterjob.node.logs import ends
 from clusterjob.node.logs.log_files import LogReader
@@ -156,7 +156,7 @@ def entry(spec: JobSpec, job_dir: Path, **values: object) -> list[PlannedFile]:
         "node_zip": "",
     }
     text = render(
-        "mlp.sh.j2", common | {"launch_arguments": spec.launch_options().arguments()} | values
+        "mlp.sh.j2", common | {"launch_arguments": launch_arguments(spec.launch_options())} | values
     )
     subprocess.run(["bash", "-n"], input=text, text=True, check=True)
     return [

@@ -23,9 +23,10 @@ from hypothesis import strategies as st
 from launching import ROOT
 from terminals import Terminal, show
 
+from clusterjob.cli.output import escape_json
 from clusterjob.core.records import Handle, Record, Records
 from clusterjob.errors import HostError
-from clusterjob.node.system.sanitize import escape_json, sanitize
+from clusterjob.node.system.sanitize import sanitize
 from clusterjob.node.verdict import Failure, JobState, Verdict
 from clusterjob.remote import openssh_transport, paramiko_transport
 from clusterjob.remote.ssh_config import Target

@@ -17,7 +17,7 @@ from clusterjob.core import job_settings, jobs
 from clusterjob.core.option import Option, Target
 from clusterjob.core.options import OPTIONS
 from clusterjob.core.resources import Resources
-from clusterjob.core.spec import JobSpec
+from clusterjob.core.spec import JobSpec, launch_arguments
 from clusterjob.errors import ClusterJobError
 from clusterjob.node.options import LaunchOptions, parse
 from clusterjob.node.program import Program
@@ -125,7 +125,7 @@ def test_every_launch_option_is_parsed_from_its_own_arguments(tmp_path: Path) ->
         for field in dataclasses.fields(LaunchOptions)
         if field.name != "program"
     )
-    assert parse(changed.arguments()) == changed
+    assert parse(launch_arguments(changed)) == changed
 
 
 ARGPARSE = 'parser.add_argument("--nodes", type=int)\n'

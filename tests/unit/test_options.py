@@ -6,6 +6,7 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
+from clusterjob.core.spec import launch_arguments
 from clusterjob.errors import UsageError
 from clusterjob.node import launch
 from clusterjob.node.options import LaunchOptions, parse
@@ -16,7 +17,7 @@ PROGRAM = Program("script", "train.py")
 
 def test_command_line_without_options_has_defaults() -> None:
     assert parse(["train.py"]) == LaunchOptions(PROGRAM)
-    assert LaunchOptions(PROGRAM).arguments() == ["train.py"]
+    assert launch_arguments(LaunchOptions(PROGRAM)) == ["train.py"]
 
 
 # -- begin of the program --------------------------------------------------------------------------
@@ -135,7 +136,7 @@ def test_any_arguments_are_parsed_or_usage_error(argv: list[str]) -> None:
         options = parse(argv)
     except UsageError:
         return
-    assert parse(options.arguments()) == options
+    assert parse(launch_arguments(options)) == options
 
 
 @pytest.mark.parametrize(
@@ -230,6 +231,6 @@ def test_preflight_stands_alone_or_has_value_after_equals_sign() -> None:
     assert (named.preflight, named.program.target) == ("refuse", "train.py")
     warned = parse(["--preflight=warn", "train.py"])
     assert warned.preflight == "warn"
-    assert warned.arguments() == ["--preflight=warn", "train.py"]
+    assert launch_arguments(warned) == ["--preflight=warn", "train.py"]
     with pytest.raises(UsageError):
         parse(["--preflight=maybe", "train.py"])

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from clusterjob.core.spec import launch_arguments
 from clusterjob.errors import SpecError
 from clusterjob.node.logs import events
 from clusterjob.node.logs.events import EventLog, read_job_events
@@ -240,7 +241,7 @@ def test_wrong_retry_is_refused(text: str, hint: str) -> None:
 def test_retry_travels_on_the_command_line_of_a_node() -> None:
     options = parse(["--retry", "device:5,code:0", "--retry", "hang", "t.py"])
     assert options.retry == ("device:5", "code:0", "hang")
-    assert parse(options.arguments()) == options
+    assert parse(launch_arguments(options)) == options
     assert parse(["t.py"]).retry == ()
 
 

@@ -23,7 +23,7 @@ from clusterjob.core.render import (
     sh,
     sh_words,
 )
-from clusterjob.core.spec import JobSpec
+from clusterjob.core.spec import JobSpec, launch_arguments
 from clusterjob.errors import SpecError, TemplateError
 from clusterjob.node.options import parse
 from clusterjob.node.program import Program
@@ -347,7 +347,7 @@ def test_hostile_values_reach_program_byte_for_byte(
     values = {
         **VALUES, "job_dir": str(job_dir), "env": dict(spec.env), "workdir": str(spec.workdir),
         "setup": [], "python": spec.python, "token_file": str(job_dir / "token"),
-        "launch_arguments": spec.launch_options(lifeline=True, echo=False).arguments(),
+        "launch_arguments": launch_arguments(spec.launch_options(lifeline=True, echo=False)),
     }  # fmt: skip
     directory, arguments, environ = recorder.run(render("node.sh.j2", values), job_dir)
     assert os.fsencode(directory) == os.fsencode(place)

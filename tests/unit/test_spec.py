@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from clusterjob.core.hosts import Host
 from clusterjob.core.job_secrets import Secret
 from clusterjob.core.resources import Resources
-from clusterjob.core.spec import MAX_NAME, JobSpec, default_name
+from clusterjob.core.spec import MAX_NAME, JobSpec, default_name, launch_arguments
 from clusterjob.errors import SpecError
 from clusterjob.node.environments.worker_variables import LAUNCH_VARIABLES
 from clusterjob.node.options import parse
@@ -154,7 +154,7 @@ def test_script_with_absolute_path_or_leading_dash_is_accepted(workdir: Path) ->
     (workdir / "-x.py").touch()
     JobSpec(Program("script", str(workdir / "train.py")), Path("/"))
     spec = JobSpec(Program("script", "-x.py"), workdir)
-    assert parse(spec.launch_options().arguments()).program.target == "./-x.py"
+    assert parse(launch_arguments(spec.launch_options())).program.target == "./-x.py"
 
 
 @pytest.mark.parametrize("target", ["a", "a.b", "_a.b1", "größe.x"])
@@ -200,7 +200,7 @@ def test_launch_options_carry_values_of_spec(workdir: Path) -> None:
         grace=0.25,
     )
     options = spec.launch_options(lifeline=True, echo=False)
-    assert parse(options.arguments()) == options
+    assert parse(launch_arguments(options)) == options
     names = ("program", "nproc_per_node", "max_restarts", "start", "spares", "min_nodes")
     names += ("join_timeout", "lease", "grace")
     assert {name: getattr(options, name) for name in names} == {

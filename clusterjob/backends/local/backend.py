@@ -25,9 +25,9 @@ from clusterjob.core.capabilities import Capability
 from clusterjob.core.plans import Plan, PlannedCommand
 from clusterjob.core.records import Handle, Record
 from clusterjob.core.render import render, sh
-from clusterjob.core.spec import JobSpec
+from clusterjob.core.spec import JobSpec, launch_arguments
 from clusterjob.doctor.engine import Check, CheckStep, run_checks
-from clusterjob.errors import ClusterJobError, SpecError, SubmitError
+from clusterjob.errors import ClusterJobError, SpecError, SubmitError, require_linux
 from clusterjob.node.logs import ends
 from clusterjob.node.logs.job_dir import AGENT_LOG
 from clusterjob.node.logs.log_files import node_directory
@@ -72,7 +72,7 @@ class LocalBackend:
             UsageError: this machine does not run Linux.
             TemplateError: the user's template cannot be rendered.
         """
-        processes.require_linux("--cluster local")
+        require_linux("--cluster local")
         _check_interpreter(spec)
         return self._plan(spec)
 
@@ -90,7 +90,7 @@ class LocalBackend:
             **python_env.values(env, spec, sh(str(job_dir)), sent=False),
             "master_addr": _MASTER_ADDR,
             "lifeline": True,
-            "launch_arguments": options.arguments(),
+            "launch_arguments": launch_arguments(options),
         }
         of_nodes, notes = gpu_assignment.of_nodes(spec)
         if spec.resources.mem is not None:
@@ -261,7 +261,7 @@ class LocalBackend:
         """Yield the doctor checks of this machine for a job."""
         from clusterjob.doctor.this_machine import Machine, directory_checks
 
-        processes.require_linux("--cluster local")
+        require_linux("--cluster local")
         # `_plan`, not `plan`: `Machine` checks the interpreter.
         return run_checks(
             [

@@ -22,7 +22,7 @@ from clusterjob.core.capabilities import Capability
 from clusterjob.core.plans import Plan, PlannedCommand, PlannedFile, token_file
 from clusterjob.core.records import Handle
 from clusterjob.core.render import render
-from clusterjob.core.spec import JobSpec
+from clusterjob.core.spec import JobSpec, launch_arguments
 from clusterjob.core.units import parse_size
 from clusterjob.doctor.engine import Check, CheckStep, run_checks
 from clusterjob.errors import SubmitError
@@ -263,7 +263,7 @@ def _values(
     return shared.common_values(spec, job_id, job_dir=job_dir) | {
         "workdir": workdir,
         "node_zip": str(job_dir / node_zip.NAME),
-        "launch_arguments": launch.arguments(),
+        "launch_arguments": launch_arguments(launch),
         "uploaded": uploaded,
         "elements": array is not None,
         "sweep": array is not None and bool(array.values),

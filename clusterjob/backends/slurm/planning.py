@@ -17,7 +17,7 @@ from clusterjob.core import arrays, python_env
 from clusterjob.core.plans import Plan, PlannedCommand
 from clusterjob.core.records import Record, Records
 from clusterjob.core.render import in_shell, render, sh
-from clusterjob.core.spec import JobSpec
+from clusterjob.core.spec import JobSpec, launch_arguments
 from clusterjob.errors import SpecError
 from clusterjob.node.logs.job_dir import CODE, SLURM_LOG
 from clusterjob.node.program import Program
@@ -301,7 +301,7 @@ def _launch(spec: JobSpec, program: Program) -> list[str]:
     if spec.signal_before is not None or spec.requeue:
         # Slurm must end the job at its time limit, so that Slurm can queue the job again.
         more |= {"time_limit": None, "warning": float(spec.signal_before or _KILL_WAIT)}
-    return spec.launch_options(**more).arguments()
+    return launch_arguments(spec.launch_options(**more))
 
 
 def _srun_options(spec: JobSpec) -> list[str]:

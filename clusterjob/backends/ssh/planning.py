@@ -13,7 +13,7 @@ from clusterjob.core import plans, python_env
 from clusterjob.core.gpu_request import IDLE
 from clusterjob.core.options import flags_of_backend_option
 from clusterjob.core.render import render
-from clusterjob.core.spec import JobSpec
+from clusterjob.core.spec import JobSpec, launch_arguments
 from clusterjob.errors import SpecError
 from clusterjob.node.logs.job_dir import CODE
 
@@ -128,7 +128,7 @@ def _values(
         **python_env.values(env, spec, '"$CLUSTERJOB_JOB_DIR"', sent=spec.sync),
         "token_file": plans.token_file(Path()).name,
         "workdir": CODE if spec.sync else str(spec.workdir),
-        "launch_arguments": options.arguments(),
+        "launch_arguments": launch_arguments(options),
     }
 
 

@@ -36,9 +36,7 @@ from clusterjob.node.logs.log_files import last_lines, node_directory
 from clusterjob.node.system import devices, files, private_dirs, processes
 
 MAX_BYTES = 4 << 20  # bytes of growing files, or of parts of results, in one answer
-_MAX_REPLACED = 8 << 20  # bytes of one replaced file
-MAX_ANSWER = MAX_BYTES + _MAX_REPLACED
-MAX_PARTS = 1000  # maximum number of parts of results in one call
+MAX_REPLACED = 8 << 20  # bytes of one replaced file
 _MAX_LAST = 1 << 20  # bytes of a worker's stderr that is sent for its last lines
 # Seconds after the job's grace period before an agent that does not stop is killed.
 _CANCEL_TIMEOUT = 2.0
@@ -262,7 +260,7 @@ def _news(job_dir: Path, asked: Object, data: bytearray, most: int) -> tuple[lis
             # Skip all later files too: the verdict must not come before the nodes' results.
             if len(data) > most:
                 return found, True
-            content = files.read_regular(path, _MAX_REPLACED)
+            content = files.read_regular(path, MAX_REPLACED)
             found.append({"path": name, "stamp": stamp, "size": len(content)})
             data += content
     # Such as the verdict of an earlier run, which the next run renames.

@@ -12,34 +12,16 @@ import mmap
 import os
 import re
 import signal
-import sys
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from clusterjob.errors import UsageError
 from clusterjob.node.system import files
 
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
-
-
-def require_linux(what: str) -> None:
-    """Refuse an action on a system other than Linux.
-
-    Args:
-        what: the part of the product that runs workers here.
-
-    Raises:
-        UsageError: this is not Linux.
-    """
-    if sys.platform != "linux":
-        raise UsageError(
-            f"{what} needs Linux, and this is {sys.platform.replace('darwin', 'macOS')}",
-            "submit to Linux machines: --hosts HOST (over SSH), or --login HOST (its Slurm)",
-        )
 
 
 def die_with_parent(parent_pid: int, with_signal: int = signal.SIGKILL) -> None:

@@ -13,8 +13,8 @@ _RESET = "\x1b[0m"
 _CHARACTERS = (
     r"\x00-\x08\x0a-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff"
 )
-_UNSAFE = re.compile(f"[{_CHARACTERS}]")
-_PART = re.compile(rf"\x1b\[[0-?]*[ -/]*[@-~]|{_UNSAFE.pattern}")
+UNSAFE = re.compile(f"[{_CHARACTERS}]")
+_PART = re.compile(rf"\x1b\[[0-?]*[ -/]*[@-~]|{UNSAFE.pattern}")
 _SHORT = {"\n": "\\n", "\r": "\\r"}
 
 
@@ -36,7 +36,7 @@ def sanitize(text: str, *, lines: bool = False, colours: bool = False) -> str:
     if lines:
         return "\n".join(sanitize(line, colours=colours) for line in text.split("\n"))
     if not colours:
-        return _UNSAFE.sub(_escape, _SGR.sub("", text))
+        return UNSAFE.sub(_escape, _SGR.sub("", text))
     shown = _PART.sub(_colour, text)
     last = shown.rfind("\x1b")
     return shown if last < 0 or shown.startswith((_RESET, "\x1b[m"), last) else shown + _RESET
@@ -52,10 +52,3 @@ def _colour(match: re.Match[str]) -> str:
 def _escape(match: re.Match[str]) -> str:
     code = ord(match[0])
     return _SHORT.get(match[0]) or (f"\\x{code:02x}" if code < 0x100 else f"\\u{code:04x}")
-
-
-def escape_json(text: str) -> str:
-    """Escape the unsafe characters of a JSON text; its values stay the same."""
-    return "\n".join(
-        _UNSAFE.sub(lambda match: f"\\u{ord(match[0]):04x}", line) for line in text.split("\n")
-    )
