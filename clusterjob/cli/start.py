@@ -12,7 +12,6 @@ import typer
 
 from clusterjob.cli.job_filters import LatestId, named_or_latest
 from clusterjob.cli.job_options import Json, flags_given, misplaced, own_options, program_of
-from clusterjob.core.spec import program_arguments
 from clusterjob.errors import ClusterJobError
 from clusterjob.node.program import Program
 
@@ -206,6 +205,7 @@ def _plan(
     from clusterjob.cli import output
     from clusterjob.core import job_settings, jobs
     from clusterjob.core.plans import PlannedFile
+    from clusterjob.core.spec import program_arguments
     from clusterjob.node.logs.job_dir import STDIN_SCRIPT
 
     program = program_of(ctx)

@@ -242,6 +242,12 @@ def test_job_survives_temporarily_full_disk(
     )
     job_id = command(work, "submit", "--nodes", "2", "script.py").stdout.strip()
     wait_until(lambda: (work / "up-full0").exists() and (work / "up-full1").exists(), TEST_TIMEOUT)
+    # The process that writes the output may be behind its workers.
+    logs = disk / "jobs" / job_id / "logs"
+    wait_until(
+        lambda: [each.read_text() for each in logs.rglob("rank*.out")] == ["before\n"] * 2,
+        TEST_TIMEOUT,
+    )
     fill(disk, 0)
     (work / "full").touch()
     wait_until(
