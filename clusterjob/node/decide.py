@@ -374,9 +374,8 @@ def heard_at(job: Job, ledger: Ledger, heard: Mapping[int, float], now: float) -
         now: the time.
     """
     nodes = ledger.nodes if job.moves else ()
-    heard = {**heard, job.own: now}
-    times = sorted((heard.get(node, 0.0) for node in nodes), reverse=True)
-    return times[(len(times) - 1) // 2] if times else now
+    times = sorted(now if node == job.own else heard.get(node, 0.0) for node in nodes)
+    return times[len(times) // 2] if times else now
 
 
 def orders(job: Job, ledger: Ledger, nodes: Mapping[int, Node]) -> Iterator[tuple[int, Order]]:

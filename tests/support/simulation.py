@@ -644,8 +644,8 @@ class Agent:
             stalled = sim.now - self.ticked > 2 * HEARTBEAT
             self.ticked = sim.now
             if self.link is not None:
-                if self.coordinator is not None and self.link.coordinator is self.coordinator:
-                    self.heard_at = self.coordinator.heard_at()
+                if self.link.coordinator is self.coordinator:
+                    self.heard_at = self.link.coordinator.heard_at()
                 self.machine.lease_until = max(self.machine.lease_until, self.heard_at + LEASE)
                 self.push(beat=sim.now)
                 if sim.now - self.heard_at > LEASE and not stalled:

@@ -273,8 +273,9 @@ class Agent:
         if channel is None:
             assert self._earlier is not None
             self._alone += 1
-            earlier = replace(self._earlier, why=lost.why, ended=lost.ended)
-            await self._coordinate(replace(earlier, failure=self._resigned))
+            await self._coordinate(
+                replace(self._earlier, why=lost.why, ended=lost.ended, failure=self._resigned)
+            )
             return None
         self._resigned = None
         self._orders = asyncio.Queue()
